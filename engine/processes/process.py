@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 TEXT_LINE = "%(asctime)s engine[%(process)d] %(levelname)s %(name)s: %(message)s"
 
 _MOST_MESSAGES = 1000  # taken between two steps
+_QUIET_S = 1.0  # without work or a message, before pages and slots are accounted for
 
 log = logging.getLogger("outrider.engine.processes.process")
 
@@ -104,6 +105,10 @@ class Channel:
             except Exception as error:  # bytes that cannot be decoded, for any reason
                 log.warning("ignored %d bytes that are no message: %s", len(data), error)
         return messages
+
+    def is_quiet(self, wait_s: float) -> bool:
+        """Whether no message arrives within `wait_s`; waits until one does."""
+        return not self._socket.poll(int(1000 * wait_s))
 
     def send(self, client: bytes, message: FromEngine) -> bool:
         """Send without waiting for the client to read; returns False if the client has gone."""
@@ -170,10 +175,14 @@ def serve(
         outputs = engine.step() if engine.has_work() else []
         if publisher is not None:
             publisher.publish(engine.take_page_events())
-        if not engine.has_work():
-            engine.check_integrity()
         clients.tell(outputs)
-        messages = channel.receive(engine.spare_s() if engine.has_work() else None)
+        if engine.has_work():
+            messages = channel.receive(engine.spare_s())
+            continue
+        # With many pages this takes milliseconds, for which no answer and no next request waits.
+        if channel.is_quiet(_QUIET_S):
+            engine.check_integrity()
+        messages = channel.receive(None)
 
 
 class Clients:

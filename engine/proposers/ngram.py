@@ -41,13 +41,16 @@ class NgramLookup:
         return (self.lookup(request.token_ids, num_drafts) or None) if num_drafts else None
 
     def lookup(self, token_ids: list[int], num_drafts: int) -> list[int]:
-        """The tokens that followed the latest earlier occurrence of the longest known suffix."""
+        """The tokens that followed the latest earlier occurrence of the longest known suffix.
+
+        Where the known text ends they begin again: it is taken to repeat what it has said since.
+        """
         text_np = self._known_np(token_ids)
         ends_np = ends_of_longest_suffix(text_np[:-1], text_np, self._min_tokens, self._max_tokens)
         if len(ends_np) == 0:
             return []
-        found = int(ends_np[-1])
-        return token_ids[found : found + num_drafts]
+        period = len(token_ids) - int(ends_np[-1])
+        return [token_ids[i % period - period] for i in range(num_drafts)]
 
     def _known_np(self, token_ids: list[int]) -> np.ndarray:
         """The whole sequence as an array; copies only tokens that are new since the last call."""

@@ -58,12 +58,20 @@ class Committer:
         return outputs
 
     def _observe(self, plan: Plan, elapsed_s: float) -> None:
-        """Report to the choice of k how many drafts stood, and how long the step took."""
-        sampled, adaptive = plan.sampled, self._sequences.adaptive
+        """Report to the choice of k how many drafts were accepted, and how long the step took.
+
+        Predicted drafts say nothing of those that k is chosen for. Beside them, nor does the time.
+        """
+        adaptive = self._sequences.adaptive
+        sampled = [s for s in plan.sampled if s.source != "prediction"]
         if adaptive is None or not sampled:
             return
         num_prefill_rows = sum(s.num_new_tokens for s in plan.scheduled) - len(plan.scheduled)
-        is_timed = plan.follows_another and times_decoding(num_prefill_rows, len(sampled))
+        is_timed = (
+            plan.follows_another
+            and len(sampled) == len(plan.sampled)
+            and times_decoding(num_prefill_rows, len(sampled))
+        )
         are_open = [s for s in sampled if s.request.params.num_speculative_tokens is None]
         adaptive.observe(
             max((s.num_drafts for s in are_open), default=None),

@@ -16,7 +16,10 @@ def found_by_reading(
     for n in range(max_tokens, min_tokens - 1, -1):
         for end in range(len(token_ids) - 1, n - 1, -1):
             if token_ids[end - n : end] == token_ids[-n:]:
-                return token_ids[end : end + num_drafts]
+                text = list(token_ids)
+                for _ in range(num_drafts):
+                    text.append(text[end + len(text) - len(token_ids)])
+                return text[len(token_ids) :]
     return []
 
 
@@ -32,6 +35,12 @@ def test_drafts_follow_the_latest_occurrence_of_the_longest_suffix(
         token_ids += [rng.randrange(vocab_size) for _ in range(rng.randint(1, 3))]
         expected = found_by_reading(token_ids, 4, min_tokens, max_tokens)
         assert lookup.lookup(token_ids, 4) == expected
+
+
+def test_a_text_that_repeats_itself_gets_all_the_drafts_it_may_have() -> None:
+    lookup = NgramLookup(1, 4)
+    assert lookup.lookup([9, 6, 6, 6], 5) == [6, 6, 6, 6, 6]
+    assert lookup.lookup([9, 1, 2, 3, 1, 2, 3, 1], 7) == [2, 3, 1, 2, 3, 1, 2]
 
 
 def lines_run(token_ids: list[int]) -> int:

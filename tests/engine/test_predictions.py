@@ -160,6 +160,28 @@ def test_the_draft_model_goes_on_behind_a_prediction(tiny_model: Tiny, lag: int)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
+def test_a_prediction_teaches_nothing_of_the_models_drafts(
+    tiny_model: Tiny, lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_model("llama", seed=0)
+    draft = tiny_model("llama", seed=0, num_hidden_layers=1)
+    engine = Engine(engine_config(target, draft, k=K, adaptive=True))
+    engine.scheduler.lag = lag
+    [plain] = run(engine, [PROMPT], replace(GREEDY, num_speculative_tokens=0))
+    adaptive, seen = engine.sequences.adaptive, []
+    assert adaptive is not None
+    monkeypatch.setattr(adaptive, "observe", lambda *args: seen.append(args))
+    params = replace(GREEDY, num_speculative_tokens=K)
+    [outputs] = run(engine, [PROMPT], params, [tokens(plain)])
+    assert any(each.is_predicted for each in outputs)
+    assert all(not any(wanted) for _, _, wanted, _, _ in seen)
+    [beside, _] = run(engine, [PROMPT, PROMPT], params, [tokens(plain), []])
+    assert any(each.is_predicted for each in beside)
+    timed = [elapsed_s for _, _, wanted, _, elapsed_s in seen if any(wanted)]
+    assert len(timed) > 0 == sum(elapsed_s is not None for elapsed_s in timed[:2])
+
+
+@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("proposer", ["draft_model", "head", "ngram"])
 def test_nobody_else_is_answered_differently(
     proposers: dict[str, tuple[Path, Path | None, str]], proposer: str, lag: int

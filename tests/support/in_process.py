@@ -25,6 +25,12 @@ class QueueChannel:
         self._deliver(message)
         return True
 
+    def is_quiet(self, wait_s: float) -> bool:
+        end_s = time.perf_counter() + wait_s
+        while self.inbox.empty() and time.perf_counter() < end_s:
+            time.sleep(0.001)
+        return self.inbox.empty()
+
     def receive(self, wait_s: float | None) -> list[tuple[bytes, ToEngine]]:
         messages = [(b"", self.inbox.get())] if wait_s is None else []
         end_s = time.perf_counter() + (wait_s or 0.0)
