@@ -8,10 +8,13 @@ A client that offers another protocol (`Upgrade: h2c`) is answered in HTTP/1.1, 
 """
 
 import asyncio
+import urllib.parse
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from .errors import path_within
 
 # Longer than clients keep idle connections, so that none is closed under a request of theirs.
 KEEP_ALIVE_S = 75
@@ -36,6 +39,7 @@ class Connection(HttpToolsProtocol):
 
     max_connections = 0  # of one process; 0: no limit
     send_timeout_s = 0.0  # time for a client to read MIN_READ_BYTES; 0: no limit
+    prefix = ""  # the path under which a proxy shows this server
 
     _is_one_too_many = False  # it may only ask whether the server lives
     _deadline_s: float | None = None  # for the next head; None: a request is being answered
@@ -113,11 +117,22 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         is_busy = self._is_one_too_many and len(self.connections) > self.max_connections
-        if is_busy and not self.url.endswith(b"/live"):
+        if is_busy and not self._asks_for_life():
             self.transport.write(_BUSY_ANSWER)
             self.transport.close()
             return
         super().on_headers_complete()
+        if is_busy:
+            self.cycle.keep_alive = False
+
+    def _asks_for_life(self) -> bool:
+        """Whether the request is for /live, by the path by which it is routed, and whole."""
+        path = urllib.parse.unquote(httptools.parse_url(self.url).path.decode("ascii"))
+        return (
+            self.parser.get_method() in (b"GET", b"HEAD")
+            and path_within(path, self.prefix) == "/live"
+            and not any(_announces_a_body(*header) for header in self.headers)
+        )
 
     def on_body(self, body: bytes) -> None:
         self._stray_bytes = 0
@@ -186,6 +201,10 @@ class Connection(HttpToolsProtocol):
         self._head_bytes += num_bytes
         if self._head_bytes > MAX_HEAD_BYTES:
             raise _Refused
+
+
+def _announces_a_body(name: bytes, value: bytes) -> bool:
+    return name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0")
 
 
 class _Refused(Exception):

@@ -69,6 +69,7 @@ class Server(uvicorn.Server):
         limits = {
             "max_connections": settings.max_connections,
             "send_timeout_s": settings.send_timeout_s,
+            "prefix": settings.root_path,
         }
         super().__init__(
             uvicorn.Config(

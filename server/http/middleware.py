@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..observe.metrics import Metrics
 from ..observe.tracing import Trace
-from .errors import APIError, cut, route_path, unavailable
+from .errors import APIError, cut, path_within, route_path, unavailable
 
 log = logging.getLogger("outrider.server.requests")
 
@@ -42,12 +42,8 @@ class RootPath:
         self._prefix = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outer, path = scope.get("root_path", ""), scope["path"]  # outer: Ray's prefix
-        for prefix in (outer, self._prefix):
-            if path.startswith(f"{prefix}/"):
-                path = path.removeprefix(prefix)
-        if not path.startswith("/ui/"):  # a folder, unlike all else
-            path = path.rstrip("/") or "/"
+        outer = scope.get("root_path", "")  # Ray's prefix
+        path = path_within(scope["path"], outer, self._prefix)
         root_path = outer + self._prefix
         scope = {**scope, "root_path": root_path, "path": root_path + path}
         await self._app(scope, receive, send)

@@ -269,6 +269,52 @@ def test_a_connection_too_many_is_503_while_all_have_requests(serve: Serve) -> N
         assert httpx.get(f"{url}/version").status_code == 200
 
 
+@pytest.fixture
+def full(serve: Serve) -> Iterator[str]:
+    """A server below /models/a whose only connection has a request."""
+    forever = asyncio.Event()
+    served = serve(lambda request: [steps(request, [70, 71])[0], forever], root_path="/models/a")
+    with (
+        on_a_socket(served, max_connections=1, root_path="/models/a") as url,
+        connect(url) as busy,
+    ):
+        busy.sendall(post(LENGTH, OK))
+        until(lambda: len(served.client.submitted) == 1)
+        yield url
+
+
+@pytest.mark.parametrize(
+    "path", ["/live", "/live/", "/live?x=/y", "/models/a/live", "http://localhost/live", "/%6cive"]
+)
+def test_a_full_server_says_that_it_lives_once_a_connection(full: str, path: str) -> None:
+    ask = f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
+    with connect(full) as client:
+        client.sendall(ask * 2)
+        answer = to_the_end(client)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"connection: close\r\n" in answer
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "GET /v1/models?x=/live",
+        "GET /v1/models/live",
+        "GET /models/b/live",
+        "GET /live/live",
+        "GET http://localhost/version?/live",
+        "POST /live",
+        "GET /live HTTP/1.1\r\ncontent-length: 1\r\nx:",
+        "GET /live HTTP/1.1\r\ntransfer-encoding: chunked\r\nx:",
+    ],
+)
+def test_a_full_server_lets_nothing_else_in(full: str, line: str) -> None:
+    with connect(full) as client:
+        client.sendall(f"{line} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+        assert to_the_end(client).startswith(b"HTTP/1.1 503 ")
+
+
 # ---- those who do not read, and those who leave
 
 
