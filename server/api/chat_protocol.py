@@ -8,10 +8,10 @@ from pydantic import ConfigDict, FailFast, Field, JsonValue, model_validator
 
 from ..grammar.tool_choice import ToolChoice
 from .content import TextOr, TextParts, text_of
-from .fields import APIRequest, Int, NumLogprobs, UnknownField
+from .fields import MAX_TOOLS, APIRequest, Int, NumLogprobs, UnknownField
 from .off_loop import MANY_CHARS
 from .protocol import APIResponse, ChoiceFields, GenerationResponse, PromptLogprobs, TracedStep
-from .tools import MAX_TOOLS, Tool, ToolCalls, unknown_in_tools
+from .tools import Tool, ToolCalls, unknown_in_tools
 
 # What an assistant may have sent instead of content; clients send it back.
 SAYING = frozenset({"refusal", "reasoning", "reasoning_content"})

@@ -10,6 +10,7 @@ from ..http.errors import invalid_value
 from ..text.chat_template import ChatTemplateError
 from ..text.message_parser import MessageParser
 from ..text.message_reader import MessageReader, RawCall
+from ..text.tool_calls import tools_by_name
 from .chat_protocol import ChatCompletionRequest, ChatFields
 from .generation import Sample
 from .off_loop import off_loop
@@ -75,13 +76,14 @@ def _readers(
     calls_are_json: bool,
 ) -> list[MessageReader]:
     """One reader for each answer."""
+    tools = tools_by_name(calls.tools)
 
     def parser() -> MessageParser | None:
         if calls.input_grammar is not None:
             return RawCall(calls.tools[0]["function"]["name"])
         return service.message_format.parser(
             prompt,
-            calls.tools,
+            tools,
             continued=body.continued,
             must_call=calls.required,
             follows_grammar=follows_grammar,

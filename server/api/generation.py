@@ -19,6 +19,7 @@ from ..text.tokenizer import Tokenizer
 from .trace import Step
 
 MOST_HELD = 64  # tokens of a chunk, if a client has not read for long
+TURN_OUTPUTS = 16  # read of those that have come already, until others get a turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +233,11 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Deltas of all samples as they arrive; raises APIError or EngineUnavailableError."""
-        unfinished = len(self._samples)
+        unfinished, num_read = len(self._samples), 0
         async for output in self._outputs:
+            num_read += 1
+            if num_read % TURN_OUTPUTS == 0:  # the stream waits only if it has nothing
+                await asyncio.sleep(0)
             if output.finish_reason == "error":
                 self._end(self._samples[output.request_id], "error")
                 error = dead_end if output.is_dead_end else internal_error

@@ -8,9 +8,8 @@ from typing_extensions import TypeAliasType
 
 from .chat_protocol import ChatCompletionRequest
 from .content import TextOr, text_of, type_of
-from .fields import APIRequest, Int, StopString, UnknownField
+from .fields import MAX_TOOLS, APIRequest, Int, StopString, UnknownField
 from .protocol import APIResponse, RequestMetrics, SamplingFields, TracedStep
-from .tools import MAX_TOOLS
 from .translation import chat_request
 from .unknown_fields import IGNORED, Body
 

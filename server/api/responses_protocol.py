@@ -11,10 +11,10 @@ from ..grammar.structured_outputs import JSONSchema
 from ..http.errors import unsupported
 from .chat_protocol import ChatCompletionRequest
 from .content import TextOr
-from .fields import APIRequest, Int, NumLogprobs, UnknownField
+from .fields import MAX_TOOLS, APIRequest, Int, NumLogprobs, UnknownField
 from .input_items import InputItems, Item, MessageItem, chat_messages
 from .protocol import APIResponse, RequestMetrics, SamplingFields, TracedStep
-from .tools import MAX_TOOLS, checked_tool
+from .tools import checked_tool
 from .translation import chat_request
 from .unknown_fields import IGNORED, NEUTRAL_VALUES
 

@@ -11,7 +11,6 @@ from typing_extensions import TypeAliasType
 from ..grammar.tool_choice import INPUT
 from .fields import UnknownField, unknown_names
 
-MAX_TOOLS = 1024  # each of n answers has its own table of them
 TOOL_FIELDS = frozenset({"type", "function", "custom"})
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "return", "format"})
 

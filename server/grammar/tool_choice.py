@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, FailFast, Field, Tag
 
 from ..api.content import type_of
-from ..api.fields import APIRequest
-from ..http.errors import invalid_value, unsupported
+from ..api.fields import MAX_TOOLS, APIRequest
+from ..http.errors import cut, invalid_value, unsupported
 from ..text.message_parser import END_THINK, THINK
 from ..text.tool_calls import CALL, END_CALL
 from .structured_outputs import WHITESPACE, GrammarText, json_of_schema
@@ -56,7 +56,7 @@ NamedToolOfAKind = Annotated[
 
 class ToolsToChooseFrom(APIRequest):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedToolOfAKind], FailFast(), Field(min_length=1)]
+    tools: Annotated[list[NamedToolOfAKind], FailFast(), Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(APIRequest):
@@ -99,24 +99,24 @@ def choose(choice: ToolChoice, tools: Sequence[dict[str, Any]], *, parallel: boo
     A grammar for a tool's input can be followed only if the answer is nothing but that input.
     """
     by_name = isinstance(choice, NamedTool)
-    named: list[str] | None = None  # None: all tools
+    named: dict[str, None] | None = None  # in the order of the choice; None: all tools
     required = by_name or choice == "required"
     match choice:
         case "none":
             return Calls()
         case NamedTool():
-            named = [choice.name]
+            named = {choice.name: None}
         case AllowedTools():
-            named = [tool.name for tool in choice.allowed_tools.tools]
+            named = dict.fromkeys(tool.name for tool in choice.allowed_tools.tools)
             required = choice.allowed_tools.mode == "required"
     if choice != "auto" and not tools:
         raise invalid_value("tool_choice", "tool_choice asks for a call, and there are no tools.")
     chosen = [tool for tool in tools if named is None or _name(tool) in named]
-    for name in named or ():
-        if name not in map(_name, tools):
-            raise invalid_value(
-                "tool_choice", f"tool_choice names {name!r}, which is not among the tools."
-            )
+    if missing := (named or {}).keys() - {_name(tool) for tool in chosen}:
+        name = next(name for name in named or () if name in missing)
+        raise invalid_value(
+            "tool_choice", f"tool_choice names {cut(name)!r}, which is not among the tools."
+        )
     grammars = {_name(tool): text for tool in chosen if (text := _input_grammar(tool)) is not None}
     alone = required and len(chosen) == 1 and (named is not None or not parallel)
     if grammars and not alone:

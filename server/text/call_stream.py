@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from .tool_calls import CallFormat, types_of
+from .tool_calls import CallFormat, Tools
 
 MAX_HEAD_CHARS = 512  # before a call's arguments, between two of them, or before a custom text
 MAX_LITERAL_CHARS = 4096  # of Python, which takes a second to read a megabyte
@@ -40,7 +40,7 @@ class CallArguments:
 CallPart = CallStart | CallArguments
 
 
-def call_stream(form: CallFormat, tools: dict[str, Any]) -> "CallStream":
+def call_stream(form: CallFormat, tools: Tools) -> "CallStream":
     return XMLCallStream(form, tools) if form.is_xml else JSONCallStream(form, tools)
 
 
@@ -56,7 +56,7 @@ def start_of_tail(text: str, markers: Collection[str]) -> int:
 class CallStream(ABC):
     """Reads a growing text that holds calls. The work is proportional to the text."""
 
-    def __init__(self, form: CallFormat, tools: dict[str, Any]) -> None:
+    def __init__(self, form: CallFormat, tools: Tools) -> None:
         self._form = form
         self._tools = tools
         self._unread = ""
@@ -201,10 +201,7 @@ class XMLCallStream(CallStream):
             self._name = None
             parts.append(CallArguments("}"))
             return tag.end()
-        parameters = self._tools.get(self._name, {}).get("parameters") or {}
-        properties = parameters.get("properties")
-        schema = properties.get(tag["key"]) if isinstance(properties, dict) else None
-        types = types_of(schema, parameters.get("$defs"))
+        types = self._tools.get(self._name, {}).get(tag["key"], _A_STRING)["type"]
         self._may_become_text = "string" in types and "null" in types
         self._is_text = "string" in types and not self._may_become_text
         comma = ", " if self._num_values else ""
@@ -276,6 +273,7 @@ def _escaped(text: str) -> str:
 
 _XML_HEAD = re.compile(r"\s*+(?:<tool_call>)?+\s*+<function=(?P<name>[^>\n]++)>")
 _XML_TAG = re.compile(r"<parameter=(?P<key>[^<>\n]+)>(?:\n|(?=[^\n]))|</function>")
+_A_STRING = {"type": ["string"]}
 _NULLS = ("null", "None")
 _END_VALUE = "</parameter>"
 _END_VALUES = (_END_VALUE, "\n" + _END_VALUE)

@@ -2,12 +2,11 @@
 chat template shows."""
 
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 from ..config.server_settings import ToolCallFormat
 from .message_parser import END_THINK, REASONING_FIELDS, THINK, MarkerParser, MessageParser
-from .tool_calls import CALL, END_CALL, FORMATS, LIST, shown_format
+from .tool_calls import CALL, END_CALL, FORMATS, LIST, Tools, shown_format
 
 # A prompt may end within the reasoning that it opens.
 _MAX_OPENING_CHARS = 32
@@ -65,7 +64,7 @@ class MessageFormat:
     def parser(
         self,
         prompt: str,
-        tools: Sequence[dict[str, Any]],
+        tools: Tools,
         *,
         continued: str = "",
         must_call: bool = False,

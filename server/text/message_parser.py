@@ -3,14 +3,14 @@
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import Any
 
 from .call_stream import CallArguments, CallPart, CallStart, CallStream, call_stream, start_of_tail
-from .tool_calls import NOT_A_CALL, CallFormat, ToolCall, calls_of_field, json_calls
+from .tool_calls import NOT_A_CALL, CallFormat, ToolCall, Tools, calls_of_field, json_calls
 
 REASONING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 THINK, END_THINK = "<think>", "</think>"
@@ -37,10 +37,10 @@ class MessageParser(ABC):
 
     def __init__(
         self,
-        tools: Sequence[dict[str, Any]],
-        calls: Callable[[Any, dict[str, Any]], list[ToolCall]],
+        tools: Tools,
+        calls: Callable[[Any, Tools], list[ToolCall]],
     ) -> None:
-        self._tools = {tool["function"]["name"]: tool["function"] for tool in tools}
+        self._tools = tools
         self._calls = calls
         self.num_read = 0  # characters whose kind is known
         # Where reasoning begins and ends, including its markers; the last span may be open.
@@ -100,7 +100,7 @@ class MarkerParser(MessageParser):
     def __init__(
         self,
         form: CallFormat | None,
-        tools: Sequence[dict[str, Any]],
+        tools: Tools,
         *,
         reasoning: bool = False,
         begun: bool = False,

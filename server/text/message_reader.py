@@ -97,7 +97,7 @@ class RawCall(MessageParser):
     """Reads answers that are, as a whole, the argument of one call."""
 
     def __init__(self, name: str) -> None:
-        super().__init__((), calls_of_field)
+        super().__init__({}, calls_of_field)
         self._name = name
         self._begun = False
 

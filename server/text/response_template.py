@@ -7,7 +7,6 @@ delimiter is searched for once, within a bounded part of it.
 import json
 import logging
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import regex
@@ -15,7 +14,7 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS, parse_content
 
 from .message_parser import REASONING_FIELDS, MessageParser, Part, Text
-from .tool_calls import NOT_A_CALL, calls_of_field
+from .tool_calls import NOT_A_CALL, Tools, calls_of_field
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +37,15 @@ class TemplateParser(MessageParser):
     If it fails, the rest is content.
     """
 
-    def __init__(
-        self, template: dict[str, Any], prompt: str, tools: Sequence[dict[str, Any]]
-    ) -> None:
+    def __init__(self, template: dict[str, Any], prompt: str, tools: Tools) -> None:
         super().__init__(tools, calls_of_field)
         self._parser: ResponseParser | None = ResponseParser(
-            template, prefix=prompt, tools=list(tools)
+            template,
+            prefix=prompt,
+            tools=[
+                {"name": name, "parameters": {"properties": properties}}
+                for name, properties in tools.items()
+            ],
         )
         calls = template["fields"].get(_CALLS, {})
         self._closes_by_pattern = "close_pattern" in calls

@@ -6,6 +6,8 @@ it is.
 
 import json
 import re
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,11 @@ from pydantic_core import from_json
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 # Raised if a text is not a call; RecursionError by json, for deeply nested values.
 NOT_A_CALL = (ValueError, KeyError, TypeError, RecursionError)
+MAX_SCHEMAS = 256  # looked at for the types of one parameter, which may have a million
+
+# By a tool's name, then by a parameter's: a schema that says which types its value may have. It is
+# all that answers are read by, and one table serves all answers of a request.
+Tools = dict[str, dict[str, dict[str, list[str]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ def _call(given: Any) -> ToolCall:
     raise ValueError("not a call")
 
 
-def calls_of_field(value: Any, tools: dict[str, Any]) -> list[ToolCall]:
+def calls_of_field(value: Any, tools: Tools) -> list[ToolCall]:
     """The calls in a field that a response template has read."""
     values = value if isinstance(value, list) else [value]
     return [
@@ -68,30 +75,50 @@ def calls_of_field(value: Any, tools: dict[str, Any]) -> list[ToolCall]:
     ]
 
 
-def types_of(schema: Any, definitions: Any) -> list[Any]:
+def tools_by_name(tools: Iterable[dict[str, Any]]) -> Tools:
+    """The table of these functions, as chats have them."""
+    return {tool["function"]["name"]: _parameters(tool["function"]) for tool in tools}
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, dict[str, list[str]]]:
+    match function.get("parameters"):
+        case {"properties": dict(properties), **rest}:
+            definitions = rest.get("$defs")
+            return {
+                name: {"type": types_of(schema, definitions)} for name, schema in properties.items()
+            }
+    return {}
+
+
+def types_of(schema: Any, definitions: Any) -> list[str]:
     """The types that a parameter's value may have, as far as its schema says; else it is a string.
 
     A `$ref` is looked up in `definitions`, the tool's `$defs`; what is not there has no type.
     """
-    left, seen = [schema], set[str]()
-    types: list[Any] = []
-    while left:
-        match left.pop():
-            case {"type": kind}:
-                types += kind if isinstance(kind, list) else [kind]
+    left, seen = deque([schema]), set[str]()
+    types: dict[str, None] = {}  # in the order of the schema
+    for _ in range(MAX_SCHEMAS):
+        if not left:
+            break
+        match left.popleft():
+            case {"type": kind, **rest}:
+                kinds = kind[:MAX_SCHEMAS] if isinstance(kind, list) else [kind]
+                types |= dict.fromkeys(each for each in kinds if isinstance(each, str))
+                if rest.get("nullable") is True:
+                    types["null"] = None
             case {"$ref": str(ref)}:
                 name = ref.removeprefix("#/$defs/")
                 if isinstance(definitions, dict) and name in definitions and name not in seen:
                     seen.add(name)
-                    left.append(definitions[name])
+                    left.appendleft(definitions[name])
             case {"anyOf": list(kinds)} | {"oneOf": list(kinds)} | {"allOf": list(kinds)}:
-                left += kinds
+                left.extendleft(reversed(kinds[:MAX_SCHEMAS]))
             case _:
-                types.append("string")
-    return types
+                types["string"] = None
+    return list(types)
 
 
-def json_calls(form: CallFormat, text: str, tools: dict[str, Any]) -> list[ToolCall]:
+def json_calls(form: CallFormat, text: str, tools: Tools) -> list[ToolCall]:
     """The calls that a text consists of, as objects or lists of them; raises one of NOT_A_CALL."""
     calls: list[ToolCall] = []
     at, is_bare = 0, form.is_bare(text)

@@ -1,5 +1,6 @@
 """Answers with many logprobs, which take long to write."""
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,12 +11,20 @@ from message_parts import without_ids
 from scripted_client import steps
 from served import Served
 
-from outrider.engine.api import NewRequest, RequestOutput
-from outrider.engine.processes.client import EngineUnavailableError
+from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
+from outrider.engine.processes.client import EngineUnavailableError, OutputStream
 from outrider.server.api import answer, choices, responses
-from outrider.server.api.generation import Delta
+from outrider.server.api.generation import (
+    TURN_OUTPUTS,
+    Delta,
+    Generation,
+    Sample,
+    TextOptions,
+    _Clock,
+)
 from outrider.server.api.protocol import APIResponse
 from outrider.server.api.responses_protocol import ResponseObject
+from outrider.server.observe.metrics import Metrics
 from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]
@@ -207,3 +216,32 @@ def test_a_response_is_the_same_wherever_it_is_written(
     monkeypatch.setattr(answer, "INLINE_LOGPROBS", 10**9)
     assert told() == off_the_loop
     assert all(on_the_loop for _, on_the_loop in written)
+
+
+def test_reading_what_has_come_already_gives_others_a_turn(serve: Serve) -> None:
+    served = serve()
+
+    async def turns() -> int:
+        outputs = OutputStream(lambda _: None, ["a"])
+        for _ in range(640):
+            outputs.put(RequestOutput(request_id="a", token_ids=[70]))
+        outputs.put(RequestOutput(request_id="a", token_ids=[70], finish_reason="length"))
+        params = SamplingParams(max_tokens=641)
+        request = NewRequest(request_id="a", prompt_token_ids=[5], params=params)
+        sample = Sample(0, request, served.tokenizer, TextOptions())
+        client: Any = served.client
+        metrics = Metrics(client, "test")
+        generation = Generation(client, outputs, [sample], _Clock(metrics), 0)
+        num_turns, loop = 0, asyncio.get_running_loop()
+
+        def turn() -> None:
+            nonlocal num_turns
+            num_turns += 1
+            loop.call_soon(turn)
+
+        turn()
+        async for _ in generation:
+            pass
+        return num_turns
+
+    assert asyncio.run(turns()) > 640 / TURN_OUTPUTS / 2

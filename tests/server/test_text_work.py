@@ -31,7 +31,7 @@ from outrider.server.text.detokenizer import Detokenizer, StopStrings
 from outrider.server.text.message_format import MessageFormat
 from outrider.server.text.message_parser import Text
 from outrider.server.text.tokenizer import Tokenizer
-from outrider.server.text.tool_calls import ToolCall
+from outrider.server.text.tool_calls import ToolCall, tools_by_name
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 FORMATS = ["hermes", "qwen_xml", "mistral", "llama3_json"]
@@ -165,7 +165,9 @@ def test_taking_an_answer_apart(monkeypatch: pytest.MonkeyPatch, name: Any, size
                 counted = CountedPattern(getattr(call_stream, pattern), work)
                 patch.setattr(call_stream, pattern, counted)
             patch.setattr(call_stream, "MAX_HEAD_CHARS", 64)  # so much is read again and again
-            parser: Any = MessageFormat("", name=name, reasoning=True).parser("", [WEATHER])
+            parser: Any = MessageFormat("", name=name, reasoning=True).parser(
+                "", tools_by_name([WEATHER])
+            )
             parser._pattern = CountedPattern(parser._pattern, work)
             calls = parser._calls
             parser._calls = lambda value, tools: calls(work.text(value), tools)
@@ -202,11 +204,43 @@ OWN: dict[str, Any] = {
 }
 
 
+class CountedSchema(dict[str, Any]):
+    """Counts how often it is looked at."""
+
+    looks = 0
+
+    def get(self, *args: Any) -> Any:
+        type(self).looks += 1
+        return super().get(*args)
+
+
+@pytest.mark.parametrize("kinds", ["anyOf", "oneOf", "allOf", "type"])
+@pytest.mark.parametrize("form", [MessageFormat("", name="qwen_xml"), MessageFormat("", OWN)])
+def test_the_schema_of_a_parameter_is_read_once_and_not_to_its_end(
+    form: MessageFormat, kinds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CountedSchema, "looks", 0)
+    many: list[Any] = [CountedSchema(type="integer")] * 10_000
+    schema = CountedSchema({kinds: ["integer"] * 10_000 if kinds == "type" else many})
+    function = {"name": "weather", "parameters": {"properties": {"a": schema}}}
+    tools = tools_by_name([{"type": "function", "function": function}])
+    call = (
+        f"<tool_call><function=weather>{'<parameter=a>5</parameter>' * 30}</function></tool_call>"
+    )
+    for _ in range(3):
+        parser = form.parser("<a>", tools)
+        assert parser is not None
+        (said,) = joined([*parser.push(call), *parser.flush()])
+        assert isinstance(said, ToolCall)
+        assert '"a": 5' in said.arguments
+    assert CountedSchema.looks < 10 * tool_calls.MAX_SCHEMAS
+
+
 @pytest.mark.parametrize("size", [16, 10**9], ids=["streamed", "whole"])
 def test_taking_an_answer_apart_by_a_template_of_the_model(size: int) -> None:
     def work_of(text: str) -> int:
         work = Work()
-        parser: Any = MessageFormat("", OWN, reasoning=True).parser("<a>", [WEATHER])
+        parser: Any = MessageFormat("", OWN, reasoning=True).parser("<a>", tools_by_name([WEATHER]))
         inner = parser._parser
         for field in inner._spec.fields.values():
             for name in ("open_re", "close_re"):
@@ -226,7 +260,7 @@ def test_taking_an_answer_apart_by_a_template_of_the_model(size: int) -> None:
 
 
 def parts_of(form: MessageFormat, text: str, size: int = 5) -> list[Any]:
-    parser = form.parser("<a>", [WEATHER])
+    parser = form.parser("<a>", tools_by_name([WEATHER]))
     assert parser is not None
     parts = [part for piece in pieces_of(text, size) for part in parser.push(piece)]
     return parts + parser.flush()

@@ -18,7 +18,7 @@ from outrider.server.api.chat_protocol import Message
 from outrider.server.text.message_format import MessageFormat, shows_reasoning
 from outrider.server.text.message_parser import MarkerParser, Text
 from outrider.server.text.tokenizer import Tokenizer
-from outrider.server.text.tool_calls import ToolCall
+from outrider.server.text.tool_calls import ToolCall, tools_by_name
 
 Serve = Callable[..., Served]
 
@@ -48,7 +48,7 @@ def parse(
 ) -> list[Text | ToolCall]:
     """The parts of a text that comes in pieces of these sizes, over and over, joined."""
     form = MessageFormat(TEMPLATES.get(format_name, ""), **kw)
-    parser = form.parser(prompt, [WEATHER])
+    parser = form.parser(prompt, tools_by_name([WEATHER]))
     assert parser is not None
     parts, start, turn = [], 0, 0
     while start < len(text):
@@ -177,6 +177,7 @@ def test_pieces_make_no_difference(name: str, text: str, expected: list[Any]) ->
         # What may be a text is one, unless it may also be nothing, and is.
         ({"type": ["string", "null"]}, "null", None),
         ({"type": ["string", "null"]}, "None", None),
+        ({"type": "string", "nullable": True}, "null", None),
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "\nnull\n", None),
         ({"type": ["string", "null"]}, "nul", "nul"),
         ({"type": ["string", "null"]}, "null.", "null."),
@@ -202,7 +203,7 @@ def test_a_value_in_a_tag_has_the_type_of_its_schema(
     }
     parameters = {"properties": {"a": schema}, "$defs": definitions}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    parser = MessageFormat(TEMPLATES["qwen_xml"]).parser("", [tool])
+    parser = MessageFormat(TEMPLATES["qwen_xml"]).parser("", tools_by_name([tool]))
     assert parser is not None
     text = f"<tool_call><function=f><parameter=a>{written}</parameter></function></tool_call>"
     parts = [
@@ -223,7 +224,7 @@ def test_a_text_is_told_while_it_is_written_once_it_is_not_null(
 ) -> None:
     parameters = {"properties": {"a": {"type": ["string", "null"]}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    parser = MessageFormat(TEMPLATES["qwen_xml"]).parser("", [tool])
+    parser = MessageFormat(TEMPLATES["qwen_xml"]).parser("", tools_by_name([tool]))
     assert parser is not None
     parts = parser.push(f"<tool_call><function=f><parameter=a>{written}")
     assert joined(parts) == joined(parts + parser.flush()) == [ToolCall("f", expected)]
@@ -278,7 +279,7 @@ def test_response_template_of_a_model_goes_before_its_chat_template() -> None:
 )
 def test_a_text_tells_where_it_ends(form: MessageFormat, size: int) -> None:
     text = f"<think>Hm. </think>\n\nLet <a>\n\n see. \n{CALL_ROME}\n\nDone.\n"
-    parser = form.parser("x<a>", [WEATHER])
+    parser = form.parser("x<a>", tools_by_name([WEATHER]))
     assert parser is not None
     parts: list[Any] = []
     for start in range(0, len(text), size):
@@ -289,10 +290,15 @@ def test_a_text_tells_where_it_ends(form: MessageFormat, size: int) -> None:
 
 
 def test_model_that_shows_no_format_calls_nothing() -> None:
-    assert MessageFormat("{{ messages }}").parser("", [WEATHER]) is None
-    assert MessageFormat(TEMPLATES["hermes"], name="none").parser("", [WEATHER]) is None
-    assert MessageFormat(TEMPLATES["hermes"]).parser("", []) is None
-    assert MessageFormat("{{ messages }}", name="hermes").parser("", [WEATHER]) is not None
+    assert MessageFormat("{{ messages }}").parser("", tools_by_name([WEATHER])) is None
+    assert (
+        MessageFormat(TEMPLATES["hermes"], name="none").parser("", tools_by_name([WEATHER])) is None
+    )
+    assert MessageFormat(TEMPLATES["hermes"]).parser("", {}) is None
+    assert (
+        MessageFormat("{{ messages }}", name="hermes").parser("", tools_by_name([WEATHER]))
+        is not None
+    )
 
 
 # ---- over HTTP
@@ -444,8 +450,8 @@ def test_reasoning_stays_in_the_text_if_the_server_says_so(tokenizer: Tokenizer)
 
 def test_an_answer_that_follows_a_grammar_is_content_behind_an_open_think() -> None:
     form = MessageFormat("<think>")
-    assert isinstance(form.parser("…<think>\n", []), MarkerParser)
-    assert form.parser("…<think>\n", [], follows_grammar=True) is None
+    assert isinstance(form.parser("…<think>\n", {}), MarkerParser)
+    assert form.parser("…<think>\n", {}, follows_grammar=True) is None
 
 
 @pytest.mark.parametrize(

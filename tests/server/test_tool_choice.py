@@ -11,12 +11,14 @@ import tokenizers
 from asgi import Reply, post
 from grammars import compile_grammar
 from message_parts import merged_calls
+from pydantic import TypeAdapter
 from scripted_client import steps
 from served import Served
 from tokenizers_for_tests import CHAT_TEMPLATE, byte_level_wrapper
 from transformers import PreTrainedTokenizerFast
 
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
+from outrider.server.grammar import tool_choice as choosing
 from outrider.server.text.tokenizer import Tokenizer
 
 Allows = Callable[[str | None, str], bool]
@@ -372,6 +374,38 @@ def test_only_allowed_tools_can_be_called(served: Served, allows: Allows) -> Non
     wrong = {"type": "function", "function": {"name": "sub"}}
     reply = chat(served, tool_choice=allowed_tools("auto", wrong))
     assert (reply.status, reply.error["param"]) == (400, "tool_choice")
+
+
+def test_a_choice_among_tools_looks_at_each_of_them_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name_of, looks = choosing._name, 0
+
+    def counting(tool: dict[str, Any]) -> str:
+        nonlocal looks
+        looks += 1
+        return name_of(tool)
+
+    monkeypatch.setattr(choosing, "_name", counting)
+    tools = [tool(f"f{i}") for i in range(300)]
+    names = [{"type": "function", "function": {"name": f"f{i}"}} for i in reversed(range(300))]
+    choice = TypeAdapter(choosing.AllowedTools).validate_python(allowed_tools("auto", *names))
+    assert len(choosing.choose(choice, tools, parallel=True).tools) == 300
+    assert looks < 5 * 300
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_allowed_tools_have_a_maximum(serve: Any, path: str) -> None:
+    name = {"type": "function", "name": "f"}
+    choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": [name] * 1025}
+    body = {"input": "Hi", "tools": [name | {"parameters": {}}], "tool_choice": choice}
+    if path == "/v1/chat/completions":
+        choice = allowed_tools("auto", *[{"type": "function", "function": {"name": "f"}}] * 1025)
+        body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool("f")]}
+        body["tool_choice"] = choice
+    reply = post(serve().app, body, path=path)
+    assert (reply.status, reply.error["param"]) == (400, "tool_choice")
+    assert "1024" in reply.error["message"]
 
 
 def test_only_allowed_tools_are_shown_to_the_model(serve: Any, tokenizer: Tokenizer) -> None:
