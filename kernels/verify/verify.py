@@ -1,5 +1,26 @@
 """Speculative verification and sampling. Every emitted token comes from here.
 
+Three rules, as toys. Of one request, with drafts x_0 .. x_k-1: p[i] and q[i] are the target's and
+the draft's distribution after i drafts, u[i] uniform numbers; `draw` normalises.
+
+    token:  for i in range(k):
+                if u[i] > p[i][x[i]] / q[i][x[i]]:
+                    return x[:i] + [draw(max(p[i] - q[i], 0))]  # recovered
+            return x + [draw(p[k])]  # bonus
+
+    block:  accepted, scale = 0, [1]
+            for i in range(k):  # does not stop at a failure
+                scale += [min(1, scale[i] * p[i][x[i]] / q[i][x[i]])]
+                z = sum(max(scale[-1] * p[i + 1] - q[i + 1], 0))  # with q[k] = 0, so that h = scale
+                if u[i] <= z / (z + 1 - scale[-1]): accepted = i + 1  # 0 / 0 counts as 1
+            return x[:accepted] + [draw(max(scale[accepted] * p[accepted] - q[accepted], 0))]
+
+    match:  for i in range(k + 1):  # each draft was drawn with the same noise
+                own = argmax(log(p[i]) + gumbel(seed, position + i))
+                if i == k or own != x[i]: return x[:i] + [own]
+
+For a greedy request every rule compares drafts with the argmax. The pipeline:
+
     scan        K1   reads every row once, for the maxima and sums of exponentials of its blocks;
                      keeps a draft's logits
     row_state   K1b  one program a row: its state, the test of its draft and, mostly, its own token;
