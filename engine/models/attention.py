@@ -19,11 +19,9 @@ from outrider.kernels.model.attention_reference import (
 from outrider.kernels.model.batch_invariant_attention import Heads
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.rope import rotary_table
-from outrider.kernels.model.rows import read_rows
+from outrider.kernels.model.rows import BatchRows, lay_out
 
-from ..state.batch import BatchRows, packed_lens
 from ..state.phase import Shape
-from ..state.ragged import aligned
 from ..state.slots import Slots
 
 
@@ -52,7 +50,7 @@ class SequenceRows(NamedTuple):
 
 @dataclass(eq=False)
 class ForwardBatch:
-    """A HostBatch on the device: positions are absolute, tokens and pages looked up.
+    """A HostBatch on the device: its rows, with absolute positions, and the tokens they read.
 
     What several layers of a pass need of it is computed once. With `batch_invariant`, the bits of a
     row of attention do not depend on the batch.
@@ -84,26 +82,18 @@ class ForwardBatch:
     @staticmethod
     def unpack(packed: Tensor, shape: Shape, slots: Slots, ahead: int = 0) -> "ForwardBatch":
         """The batch of `HostBatch.packed`; a row reads the token `ahead` places after its own."""
-        lens = packed_lens(shape)
-        parts = packed.split([aligned(length) for length in lens])
-        slot_of_row, positions, slot, seq_lens, cu_seqlens_q, logits_rows = (
-            part[:length] for part, length in zip(parts, lens, strict=True)
-        )
-        read = read_rows(
-            slot_of_row,
-            positions,
-            slot,
-            seq_lens,
+        num_seqs, num_rows, num_logits = shape
+        rows, input_ids, logits_rows = lay_out(
+            packed.view(4, -1)[:, :num_seqs],
+            num_rows,
+            num_logits,
             slots.num_tokens,
             slots.token_ids,
             slots.block_table,
             slots.page_size,
             ahead,
         )
-        rows = BatchRows(
-            slot_of_row, read.positions, read.slot_mapping, slot, read.seq_lens, cu_seqlens_q
-        )
-        return ForwardBatch(read.token_ids, rows, logits_rows, slots.block_table, slots.page_size)
+        return ForwardBatch(input_ids, rows, logits_rows, slots.block_table, slots.page_size)
 
     def rotary(self, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of every row. Shape: [T, head_dim] each."""

@@ -12,9 +12,10 @@ from outrider.kernels.cpu import layers as cpu
 from outrider.kernels.cpu.layers import pointer
 from outrider.kernels.cpu.packing import TILE
 from outrider.kernels.model.rope import rotary_table
+from outrider.kernels.model.rows import BatchRows
 from outrider.kernels.verify.cpu import LinesOfDrafts
 
-from ..state.batch import BatchRows, HostBatch
+from ..state.batch import HostBatch
 from .attention import ForwardBatch, PagedAttention, Rope
 from .blocks import Block, GatedMLP
 from .decoder import Decoder

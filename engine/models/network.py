@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..state.batch import BatchRows, HostBatch
+from outrider.kernels.model.rows import BatchRows
+
+from ..state.batch import HostBatch
 from ..state.phase import Captured, Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP
 from ..state.slots import Slots
@@ -170,7 +172,7 @@ class Network(PagedLayers):
         for done, shape in enumerate(shapes):
             progress(done, len(shapes))
             empty = HostBatch.build(NONE_NP, NONE_NP, NONE_NP, NONE_NP)
-            packed = empty.packed(shape, self._slots.dummy)
+            packed = empty.packed(shape[0], self._slots.dummy)
             try:
                 self._phase.capture(packed, shape)
             except torch.OutOfMemoryError:
@@ -197,7 +199,7 @@ class Network(PagedLayers):
         smallest_first = reversed(self.captured)
         shape = next((s for s in smallest_first if _holds(s, batch.shape)), None)
         shape = shape or batch.shape
-        computed = self._phase(batch.packed(shape, self._slots.dummy), shape)
+        computed = self._phase(batch.packed(shape[0], self._slots.dummy), shape)
         _, _, num_logits = batch.shape
         return computed._replace(logits=computed.logits[:num_logits], shape=shape)
 

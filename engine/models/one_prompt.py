@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..state.batch import BatchRows
+from outrider.kernels.model.rows import BatchRows
+
 from .attention import ForwardBatch
 
 PAGE = 16  # tokens; as by default, so that attention is compiled for one size

@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.kernels.model.rows import BatchRows
+
 from ..models.attention import ForwardBatch
 from ..models.heads.block_head import BlockHead, ConfidenceHead, MarkovHead
 from ..models.heads.eagle3 import Eagle3Head
 from ..models.heads.head import Head
-from ..state.batch import BatchRows, HostBatch, packed_len
+from ..state.batch import HostBatch, packed_len
 from ..state.host_copy import uploaded
 from ..state.phase import Shape
 from ..state.ragged import aligned
@@ -140,7 +142,7 @@ class BlockByBlock(Drafter):
         """Returns the confidence in each draft, if there is a confidence head. Shape: [k, N]."""
         size, k, filters, samples = shape
         batch_shape = self._shape(size, k)
-        batch_len = packed_len(batch_shape)
+        batch_len = packed_len(size)
         block = self._blocks(integers[:batch_len], batch_shape, k)
         draws = integers[batch_len:].view(2, -1)
         if self._draws_at_once:
@@ -167,7 +169,7 @@ class BlockByBlock(Drafter):
             draws[0, j * width : j * width + len(goes_on_np)] = goes_on_np
             draws[1, j * width : (j + 1) * width] = j
         rows = self._rows_of(slots_np, num_drafts_np)
-        packed = rows.packed(self._shape(size, k), self._slots.dummy)
+        packed = rows.packed(size, self._slots.dummy)
         return np.concatenate((packed, draws.ravel()))
 
     def line(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> LogitsOf:
@@ -175,7 +177,7 @@ class BlockByBlock(Drafter):
         rows = self._rows_of(slots_np, num_drafts_np)
         num_seqs, num_rows, _ = rows.shape
         shape = (num_seqs, max(num_seqs, num_rows), 0)
-        packed = uploaded(rows.packed(shape, self._slots.dummy), device)
+        packed = uploaded(rows.packed(num_seqs, self._slots.dummy), device)
         block = self._blocks(packed, shape, int(num_drafts_np.max()))
 
         def logits_of(j: int, _: np.ndarray, kept_np: np.ndarray) -> tuple[Tensor, Tensor | None]:

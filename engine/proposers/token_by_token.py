@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.kernels.model.rows import keep_last_rows
+from outrider.kernels.model.rows import BatchRows, keep_last_rows
 
 from ..models.attention import ForwardBatch
 from ..models.heads.head import AutoregressiveHead
 from ..models.network import Network
-from ..state.batch import BatchRows, HostBatch, packed_len
+from ..state.batch import HostBatch, packed_len
 from ..state.host_copy import uploaded
 from ..state.phase import Shape
 from ..state.ragged import aligned
@@ -70,7 +70,7 @@ class TokenByToken(Drafter):
     def draft(self, integers: Tensor, shape: Shape) -> Tensor:
         size, k, filters, samples = shape
         batch_shape = (size, size, size)
-        batch_len, draws_len = packed_len(batch_shape), 2 * aligned(size)
+        batch_len, draws_len = packed_len(size), 2 * aligned(size)
         y = drawn = integers
         for j in range(k):
             draws, integers = integers[:draws_len].view(2, -1), integers[draws_len:]
@@ -94,7 +94,7 @@ class TokenByToken(Drafter):
             parts.append(self._draws.pack(slots_np, j, size).ravel())
             if j > 0:
                 batch = self._rows_of(slots_np, j)
-                parts.append(batch.packed((size, size, size), self._slots.dummy))
+                parts.append(batch.packed(size, self._slots.dummy))
         return np.concatenate(parts)
 
     def line(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> LogitsOf:
@@ -105,7 +105,7 @@ class TokenByToken(Drafter):
             nonlocal y
             if j > 0:
                 batch = self._rows_of(slots_np, j)
-                packed = batch.packed(batch.shape, self._slots.dummy)
+                packed = batch.packed(len(slots_np), self._slots.dummy)
                 kept = y[uploaded(kept_np, device)]
                 y = self._advance(uploaded(packed, device), batch.shape, kept)
             return self._logits(y), None

@@ -1,13 +1,11 @@
 """One ragged batch: token ranges of several sequences, flattened for one forward pass."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from .phase import Shape
-from .ragged import aligned, ragged_arange
+from .ragged import aligned
 
 
 @dataclass(slots=True)
@@ -52,54 +50,17 @@ class HostBatch:
         slots_np = np.full_like(lens_np, slot)
         return HostBatch.build(slots_np, np.zeros_like(lens_np), lens_np, num_logits_np)
 
-    def packed(self, shape: Shape, dummy_slot: int) -> np.ndarray:
-        """What `ForwardBatch.unpack` reads, in one array, padded to a shape.
+    def packed(self, num_seqs: int, dummy_slot: int) -> np.ndarray:
+        """What `ForwardBatch.unpack` reads, padded by sequences without rows in the dummy slot.
 
-        Padding rows belong to no sequence and stand at position 0 of the dummy slot, whose
-        `num_tokens` stays 0; padding sequences have no rows.
+        Shape: [packed_len(num_seqs)].
         """
-        slots_np, starts_np, lens_np, num_logits_np = self.sequences_np
-        ends_np = lens_np.cumsum()
-        _, num_rows, _ = self.shape
-        fields = (
-            (slots_np.repeat(lens_np), dummy_slot),
-            (ragged_arange(starts_np, lens_np), 0),
-            (slots_np, dummy_slot),
-            (starts_np + lens_np, 0),
-            (np.concatenate(([0], ends_np)), num_rows),
-            (ragged_arange(ends_np - num_logits_np, num_logits_np), 0),
-        )
-        return np.concatenate(
-            [
-                _pad(array, aligned(length), fill)
-                for (array, fill), length in zip(fields, packed_lens(shape), strict=True)
-            ]
-        )
+        packed_np = np.zeros((4, aligned(num_seqs)), dtype=np.int64)
+        packed_np[0] = dummy_slot
+        packed_np[:, : self.sequences_np.shape[1]] = self.sequences_np
+        return packed_np.ravel()
 
 
-def packed_lens(shape: Shape) -> list[int]:
-    """Lengths of the fields of `HostBatch.packed`, each of which is padded by `aligned`."""
-    num_seqs, num_rows, num_logits = shape
-    return [num_rows, num_rows, num_seqs, num_seqs, num_seqs + 1, num_logits]
-
-
-def packed_len(shape: Shape) -> int:
-    """Length of what `HostBatch.packed` returns for this shape."""
-    return sum(aligned(length) for length in packed_lens(shape))
-
-
-def _pad(array: np.ndarray, length: int, value: int) -> np.ndarray:
-    padded = np.full(length, value, dtype=np.int64)
-    padded[: len(array)] = array
-    return padded
-
-
-class BatchRows(NamedTuple):
-    """Where the rows of a batch stand, whichever model computes them."""
-
-    slot_of_row: Tensor  # [T]
-    positions: Tensor  # [T] absolute
-    slot_mapping: Tensor  # [T] where each row's KV goes: page * page_size + offset
-    slots: Tensor  # [B], rows of the block table
-    seq_lens: Tensor  # [B]
-    cu_seqlens_q: Tensor  # [B + 1]
+def packed_len(num_seqs: int) -> int:
+    """Length of what `HostBatch.packed` returns."""
+    return 4 * aligned(num_seqs)

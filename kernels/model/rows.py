@@ -1,4 +1,4 @@
-"""Looks up each row of a batch: its token, where its KV goes, which is the last of a sequence."""
+"""The rows of a batch, from four numbers a sequence; and which row is the last of a sequence."""
 
 from typing import NamedTuple
 
@@ -9,127 +9,185 @@ from .._dispatch import uses_triton
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 
-
-class Rows(NamedTuple):
-    token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
-    slot_mapping: Tensor  # [T] int64, page * page_size + offset of the positions
-    seq_lens: Tensor  # [B] int64
+_ROWS = 256  # at once
+_MOST_PARTS = 8  # programs of a sequence
+_SEQS = 128  # numbers summed at once
 
 
-def read_rows(
-    slot_of_row: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    seq_lens: Tensor,
+class BatchRows(NamedTuple):
+    """Where the rows of a batch stand, whichever model computes them. All: int64."""
+
+    slot_of_row: Tensor  # [T]
+    positions: Tensor  # [T] absolute
+    slot_mapping: Tensor  # [T] where each row's KV goes: page * page_size + offset
+    slots: Tensor  # [B], rows of the block table
+    seq_lens: Tensor  # [B] tokens up to each sequence's last row
+    cu_seqlens_q: Tensor  # [B + 1], of each sequence's rows
+
+
+def lay_out(
+    sequences: Tensor,
+    num_rows: int,
+    num_logits: int,
     num_tokens: Tensor,
     token_ids: Tensor,
     block_table: Tensor,
     page_size: int,
     ahead: int = 0,
-) -> Rows:
-    """Look up the rows of a batch, which must have at least as many rows as sequences.
+) -> tuple[BatchRows, Tensor, Tensor]:
+    """Build a batch of T rows and L logits from four numbers a sequence, and look its rows up.
 
-    `positions` and `seq_lens` are relative to `num_tokens`: a sequence's last known token is at -1.
-    The result is absolute. Each row gets the token that stands `ahead` after its own.
+    Returns the rows, the token that each reads, and which rows get logits: [T], [L] int64.
+
+    A sequence has a slot, the position of its first row, its number of rows, and how many of the
+    last of them get logits. The position is relative to `num_tokens`: the last known token is at
+    -1. Each row reads the token that stands `ahead` after its own.
+
+    Rows beyond those of the sequences are padding, at position 0 of the last slot, whose number of
+    tokens is 0; logits beyond theirs are of row 0. Sequences may be padding, too: without rows.
 
     Shape:
-        slot_of_row, positions: [T] int64
-        slots, seq_lens: [B] int64
+        sequences: [4, B] int64, rows may be strided
         num_tokens: [num_slots] int64
         token_ids: [num_slots, width] int32; block_table: [num_slots, pages] int32
     """
+    arguments = sequences, num_rows, num_logits, num_tokens, token_ids, block_table, page_size
     if not uses_triton(token_ids):
-        return read_rows_reference(
-            slot_of_row, positions, slots, seq_lens, num_tokens, token_ids, block_table, page_size,
-            ahead,
-        )  # fmt: skip
-    assert len(positions) >= len(seq_lens)
-    rows = Rows(
-        torch.empty_like(positions),
-        torch.empty_like(positions),
-        torch.empty_like(positions),
-        torch.empty_like(seq_lens),
+        return lay_out_reference(*arguments, ahead)
+    assert sequences.stride(1) == 1 or sequences.shape[1] == 1
+    num_seqs = sequences.shape[1]
+    rows = BatchRows(
+        sequences.new_empty(num_rows),
+        sequences.new_empty(num_rows),
+        sequences.new_empty(num_rows),
+        sequences[0],
+        sequences.new_empty(num_seqs),
+        sequences.new_empty(num_seqs + 1),
     )
-    _read_rows_kernel[(triton.cdiv(len(positions), 256),)](
-        *rows,
-        slot_of_row,
-        positions,
-        slots,
-        seq_lens,
+    row_ids, logits_rows = sequences.new_empty(num_rows), sequences.new_empty(num_logits)
+    num_parts = min(triton.cdiv(max(num_rows, num_logits, 1), _ROWS), _MOST_PARTS)
+    _lay_out_kernel[(num_seqs + 1, num_parts)](
+        rows,
+        row_ids,
+        logits_rows,
+        sequences,
+        sequences.stride(0),
         num_tokens,
         token_ids,
+        token_ids.stride(0),
         block_table,
-        len(positions),
-        len(seq_lens),
+        block_table.stride(0),
+        num_seqs,
+        num_rows,
+        num_logits,
+        len(num_tokens) - 1,
         page_size,
         ahead,
-        token_ids.stride(0),
-        block_table.stride(0),
-        BLOCK=256,
+        ROWS=_ROWS,
+        SEQS=_SEQS,
     )
-    return rows
+    return rows, row_ids, logits_rows
 
 
-def read_rows_reference(
-    slot_of_row: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    seq_lens: Tensor,
+def lay_out_reference(
+    sequences: Tensor,
+    num_rows: int,
+    num_logits: int,
     num_tokens: Tensor,
     token_ids: Tensor,
     block_table: Tensor,
     page_size: int,
     ahead: int = 0,
-) -> Rows:
-    positions = positions + num_tokens[slot_of_row]
+) -> tuple[BatchRows, Tensor, Tensor]:
+    slots, starts, lens, counts = sequences
+    ends, known = lens.cumsum(0), num_tokens[slots]
+    bounds = torch.cat((ends.new_zeros(1), ends))
+    row = torch.arange(num_rows, device=slots.device)
+    seq = torch.arange(len(slots), device=slots.device).repeat_interleave(lens)
+
+    def padded(of_each: Tensor, fill: int, length: int) -> Tensor:
+        return torch.cat((of_each, of_each.new_full((length - len(of_each),), fill)))
+
+    first = starts + known - bounds[:-1]
+    slot_of_row = padded(slots[seq], len(num_tokens) - 1, num_rows)
+    positions = padded(first[seq] + row[: len(seq)], 0, num_rows)
     page = block_table[slot_of_row, positions // page_size].long()
-    return Rows(
-        token_ids=token_ids[slot_of_row, positions + ahead].long(),
-        positions=positions,
-        slot_mapping=page * page_size + positions % page_size,
-        seq_lens=seq_lens + num_tokens[slots],
-    )
+    shift = ends - counts.cumsum(0)
+    logits_rows = shift.repeat_interleave(counts)
+    logits_rows += torch.arange(len(logits_rows), device=slots.device)
+    places = page * page_size + positions % page_size
+    rows = BatchRows(slot_of_row, positions, places, slots, starts + lens + known, bounds)
+    row_ids = token_ids[slot_of_row, positions + ahead].long()
+    return rows, row_ids, padded(logits_rows, 0, num_logits)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_seqs", "ahead"])
-def _read_rows_kernel(
-    out_ids_ptr,  # [num_rows]
-    out_positions_ptr,  # [num_rows]
-    slot_mapping_ptr,  # [num_rows]
-    out_seq_lens_ptr,  # [num_seqs]
-    slot_of_row_ptr,  # [num_rows]
-    position_ptr,  # [num_rows]
-    slots_ptr,  # [num_seqs]
-    seq_lens_ptr,  # [num_seqs]
+@triton.jit
+def _total(numbers_ptr, count, SEQS: tl.constexpr):
+    """The sum of the first `count` numbers."""
+    total = tl.zeros((), tl.int64)
+    for first in range(0, count, SEQS):
+        i = first + tl.arange(0, SEQS)
+        total += tl.sum(tl.load(numbers_ptr + i, mask=i < count, other=0), 0)
+    return total
+
+
+@triton.jit(do_not_specialize=["stride", "num_seqs", "num_rows", "num_logits", "dummy", "ahead"])
+def _lay_out_kernel(
+    rows,
+    row_ids_ptr,  # [num_rows]
+    logits_rows_ptr,  # [num_logits]
+    sequences_ptr,  # [4, num_seqs]
+    stride,
     num_tokens_ptr,  # [num_slots]
     token_ids_ptr,  # [num_slots, width]
+    token_ids_stride,
     block_table_ptr,  # [num_slots, pages]
-    num_rows,
+    block_table_stride,
     num_seqs,
+    num_rows,
+    num_logits,
+    dummy,
     page_size,
     ahead,
-    token_ids_stride,
-    block_table_stride,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEQS: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_row, is_seq = row < num_rows, row < num_seqs
+    """Each program: a part of the rows and logits of one sequence; of the padding, if it is the
+    last.
+    """
+    seq, part = tl.program_id(0), tl.program_id(1)
+    lens_ptr, counts_ptr = sequences_ptr + 2 * stride, sequences_ptr + 3 * stride
+    first_row, first_logits = _total(lens_ptr, seq, SEQS), _total(counts_ptr, seq, SEQS)
+    is_seq = seq < num_seqs
+    slot = tl.load(sequences_ptr + seq, mask=is_seq, other=dummy)
+    start = tl.load(sequences_ptr + stride + seq, mask=is_seq, other=0)
+    length = tl.load(lens_ptr + seq, mask=is_seq, other=num_rows - first_row)
+    count = tl.load(counts_ptr + seq, mask=is_seq, other=num_logits - first_logits)
+    start += tl.load(num_tokens_ptr + slot)
+    end_row = first_row + length
+    if part == 0:
+        tl.store(rows.cu_seqlens_q + seq, first_row)
+        tl.store(rows.seq_lens + seq, start + length, mask=is_seq)
 
-    seq_slot = tl.load(slots_ptr + row, mask=is_seq, other=0)
-    seq_len = tl.load(seq_lens_ptr + row, mask=is_seq, other=0)
-    seq_len += tl.load(num_tokens_ptr + seq_slot, mask=is_seq, other=0)
-    tl.store(out_seq_lens_ptr + row, seq_len, mask=is_seq)
+    step = tl.num_programs(1) * ROWS
+    for i in range(part * ROWS, length, step):
+        offset = i + tl.arange(0, ROWS)
+        mask = offset < length
+        position = tl.where(is_seq, start + offset, 0)
+        token = tl.load(token_ids_ptr + slot * token_ids_stride + position + ahead, mask=mask)
+        pages_ptr = block_table_ptr + slot * block_table_stride
+        page = tl.load(pages_ptr + position // page_size, mask=mask)
+        row = first_row + offset
+        tl.store(rows.slot_of_row + row, tl.zeros_like(row) + slot, mask=mask)
+        tl.store(rows.positions + row, position, mask=mask)
+        place = page.to(tl.int64) * page_size + position % page_size
+        tl.store(rows.slot_mapping + row, place, mask=mask)
+        tl.store(row_ids_ptr + row, token.to(tl.int64), mask=mask)
 
-    slot = tl.load(slot_of_row_ptr + row, mask=is_row, other=0)
-    position = tl.load(position_ptr + row, mask=is_row, other=0)
-    position += tl.load(num_tokens_ptr + slot, mask=is_row, other=0)
-    token = tl.load(token_ids_ptr + slot * token_ids_stride + position + ahead, mask=is_row)
-    page = tl.load(block_table_ptr + slot * block_table_stride + position // page_size, mask=is_row)
-    slot_mapping = page.to(tl.int64) * page_size + position % page_size
-    tl.store(out_ids_ptr + row, token.to(tl.int64), mask=is_row)
-    tl.store(out_positions_ptr + row, position, mask=is_row)
-    tl.store(slot_mapping_ptr + row, slot_mapping, mask=is_row)
+    for i in range(part * ROWS, count, step):
+        offset = i + tl.arange(0, ROWS)
+        row = tl.where(is_seq, end_row - count + offset, 0)
+        tl.store(logits_rows_ptr + first_logits + offset, row, mask=offset < count)
 
 
 def keep_last_rows(

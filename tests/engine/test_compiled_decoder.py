@@ -16,10 +16,10 @@ from outrider.engine.models.compiled_decoder import CompiledDecoder, can_compile
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.network import Network
 from outrider.engine.models.weights import Linear, Tiles
-from outrider.engine.state.batch import BatchRows
 from outrider.kernels.cpu import layers
 from outrider.kernels.cpu.packing import Codes, Layout, pack
 from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.rows import BatchRows
 
 BUILDS = layers.builds()
 pytestmark = pytest.mark.skipif(

@@ -1,4 +1,7 @@
-"""Rows of a batch are looked up alike by a kernel and by plain torch."""
+"""Rows of a batch are laid out alike by a kernel and by plain torch."""
+
+import random
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -7,33 +10,106 @@ from verification import DEVICE
 from outrider.kernels.model.rows import (
     keep_last_rows,
     keep_last_rows_reference,
-    read_rows,
-    read_rows_reference,
+    lay_out,
+    lay_out_reference,
 )
 
+NUM_SLOTS, WIDTH, PAGE = 6, 3000, 16
+DUMMY = NUM_SLOTS - 1
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("num_rows", [[1], [3, 1, 4], [300, 1]])
-def test_rows_are_looked_up(num_rows: list[int], ahead: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    slots = torch.tensor([4, 0, 2])[: len(num_rows)]
-    num_tokens = torch.tensor([7, 0, 40, 0, 1])
-    counts = torch.tensor(num_rows)
-    arguments = [
-        slots.repeat_interleave(counts),
-        torch.cat([torch.arange(count) for count in num_rows]) - 1,
-        slots,
-        counts - 1,
-        num_tokens,
-        torch.randint(0, 1000, (5, 400), generator=generator).int(),
-        torch.randint(0, 90, (5, 25), generator=generator).int(),
+
+class Slots(NamedTuple):
+    num_tokens: torch.Tensor
+    token_ids: torch.Tensor
+    block_table: torch.Tensor
+
+
+def expected_rows(
+    sequences: list[tuple[int, int, int, int]], num_rows: int, num_logits: int, slots: Slots
+) -> list[list[int]]:
+    """The fields of BatchRows, then tokens and logits."""
+    known, token_ids, pages = (x.tolist() for x in slots)
+    rows = [
+        (slot, known[slot] + start + i)
+        for slot, start, length, _ in sequences
+        for i in range(length)
     ]
-    arguments = [argument.to(DEVICE) for argument in arguments]
-    got = read_rows(*arguments, 16, ahead)
-    expected = read_rows_reference(*arguments, 16, ahead)
-    for x, y in zip(got, expected, strict=True):
-        assert x.dtype == y.dtype
-        assert torch.equal(x, y)
+    ends = [sum(each[2] for each in sequences[:i]) for i in range(len(sequences) + 1)]
+    logits = [
+        ends[i + 1] - count + j for i, (*_, count) in enumerate(sequences) for j in range(count)
+    ]
+    rows += [(DUMMY, 0)] * (num_rows - len(rows))
+    return [
+        [slot for slot, _ in rows],
+        [position for _, position in rows],
+        [pages[slot][at // PAGE] * PAGE + at % PAGE for slot, at in rows],
+        [each[0] for each in sequences],
+        [known[slot] + start + length for slot, start, length, _ in sequences],
+        ends,
+        [token_ids[slot][at] for slot, at in rows],
+        logits + [0] * (num_logits - len(logits)),
+    ]
+
+
+@pytest.fixture
+def slots() -> Slots:
+    generator = torch.Generator().manual_seed(0)
+    return Slots(
+        torch.tensor([7, 300, 40, 1, 2, 0]),
+        torch.randint(0, 1000, (NUM_SLOTS, WIDTH), generator=generator).int(),
+        torch.randint(0, 90, (NUM_SLOTS, -(-WIDTH // PAGE)), generator=generator).int(),
+    )
+
+
+VERIFIED, PREFILLED, DECODED = (2, -1, 4, 4), (1, -300, 290, 0), (4, -1, 1, 1)
+SCORED = (0, -7, 7, 3)  # with logits of its prompt
+NOBODY = (DUMMY, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "num_rows", "num_logits"),
+    [
+        ([DECODED], 1, 1),
+        ([VERIFIED, PREFILLED, DECODED], 295, 5),
+        ([SCORED, VERIFIED, DECODED, NOBODY], 16, 12),
+        ([NOBODY, NOBODY], 4, 4),
+        ([(2, -1, 3, 0), (3, -1, 0, 0), (4, -1, 2, 0), NOBODY], 6, 0),  # blocks of a head
+        ([(DUMMY, 0, 2900, 1)], 2900, 1),  # a rehearsal, in more parts than there are programs
+        ([VERIFIED, *[NOBODY] * 130, DECODED, *[NOBODY] * 4], 9, 8),
+    ],
+)
+def test_rows_are_built_from_four_numbers_a_sequence(
+    sequences: list[tuple[int, int, int, int]], num_rows: int, num_logits: int, slots: Slots
+) -> None:
+    integers = torch.tensor(sequences).T.contiguous().to(DEVICE)
+    on_device = Slots(*(x.to(DEVICE) for x in slots))
+    expected = expected_rows(sequences, num_rows, num_logits, slots)
+    for build in (lay_out, lay_out_reference):
+        rows, *others = build(integers, num_rows, num_logits, *on_device, PAGE)
+        got = (*rows, *others)
+        assert [x.tolist() for x in got] == expected
+        assert {x.dtype for x in got} == {torch.int64}
+
+
+def test_random_batches_are_laid_out_alike(slots: Slots) -> None:
+    rng = random.Random(0)
+    on_device = Slots(*(x.to(DEVICE) for x in slots))
+    for ahead in (0, 1, 0, 1, 0, 1):
+        sequences = []
+        for slot in rng.sample(range(DUMMY), rng.randint(0, DUMMY)):
+            start = -rng.randint(1, int(slots.num_tokens[slot]))
+            length = rng.randint(0, 60)
+            sequences.append((slot, start, length, rng.randint(0, length)))
+        sequences += [NOBODY] * rng.randint(not sequences, 3)
+        shape = (
+            sum(each[2] for each in sequences) + rng.randint(0, 9),
+            sum(each[3] for each in sequences) + rng.randint(0, 9),
+        )
+        integers = torch.tensor(sequences).T.to(DEVICE).contiguous()
+        rows, *others = lay_out(integers, *shape, *on_device, PAGE, ahead)
+        alike, *expected = lay_out_reference(integers, *shape, *on_device, PAGE, ahead)
+        for x, y in zip((*rows, *others), (*alike, *expected), strict=True):
+            assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("width", [8, 300])
