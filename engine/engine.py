@@ -117,6 +117,7 @@ class Engine:
             pair.page_size,
             config.cache.prefix_caching,
             lookahead=pair.head.lookahead if pair.head else 0,
+            has_head=pair.head is not None,
             keeps_events=config.cache.kv_events_endpoint is not None,
         )
         adaptive = None

@@ -49,14 +49,16 @@ class DeviceMemory:
         prefix_caching: bool = True,
         *,
         lookahead: int = 0,
+        has_head: bool = False,
         keeps_events: bool = False,
     ) -> None:
+        """`has_head`: the draft cannot catch up, so pages without its KV are not shared."""
         if num_pages < 2:
             raise ValueError(f"the KV cache needs at least 2 pages, got {num_pages}")
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_caching = prefix_caching
-        self._lookahead = lookahead
+        self._lookahead, self._has_head = lookahead, has_head
         self._pages = Pages(num_pages)
         self._pages_with_draft: set[int] = set()  # whose draft KV is right
         self._keeps_events = keeps_events
@@ -101,7 +103,8 @@ class DeviceMemory:
             draft_is_valid = draft_is_valid and page in self._pages_with_draft
             if draft_is_valid:
                 memory.num_draft_computed_tokens += self.page_size
-        return memory.num_computed_tokens
+        memory.num_shared_tokens = memory.num_computed_tokens
+        return memory.num_shared_tokens
 
     def prefix_is_coming(
         self, memory: SequenceMemory, num_reusable: int, prefilling: Iterable[SequenceMemory]
@@ -133,12 +136,39 @@ class DeviceMemory:
             memory.add_page(page)
         return True
 
-    def record_computed(self, memory: SequenceMemory) -> None:
+    def launch(self, memory: SequenceMemory, end: int, draft_end: int | None) -> None:
+        """A step is launched that computes a sequence up to `end`, and its draft up to `draft_end`.
+
+        Both are relative to the end of the tokens that are known before the step; None: the draft
+        computes nothing.
+        """
+        num_known = len(memory.token_ids)
+        memory.num_computed_tokens = num_known + end
+        if draft_end is not None:  # drafts may turn out to be wrong
+            memory.num_draft_computed_tokens = num_known + min(draft_end, 0)
+        # Pages may be shared at once: whoever finds them runs later on the device, and starts over
+        # if they turn out to hold NaN.
+        self._record(memory)
+
+    def advance(self, memory: SequenceMemory, num_accepted: int, draft_end: int | None) -> None:
+        """That step accepted so many drafts, and the sequence's new tokens are known."""
+        num_known = memory.num_computed_tokens  # before the step
+        # KV is right for all known tokens and the accepted drafts. The rest will be overwritten.
+        num_valid = min(num_known + num_accepted, len(memory.token_ids) - 1)
+        if draft_end is not None:
+            memory.num_draft_computed_tokens = num_known + draft_end
+        memory.num_computed_tokens = num_valid
+        memory.num_draft_computed_tokens = min(memory.num_draft_computed_tokens, num_valid)
+        self._record(memory)
+
+    def _record(self, memory: SequenceMemory) -> None:
         """Let other sequences find the full, computed pages of one."""
         if not self.prefix_caching:
             return
         num_known = len(memory.token_ids) - self._lookahead
-        num_full = min(memory.num_computed_tokens, num_known) // self.page_size
+        num_drafted = min(memory.num_draft_computed_tokens, num_known)
+        num_found = min(memory.num_computed_tokens, num_drafted if self._has_head else num_known)
+        num_full = num_found // self.page_size
         hashes = memory.hash_pages(num_full, self.page_size, self._lookahead)
         for i in range(memory.num_recorded_pages, num_full):
             # If another sequence recorded the same tokens first, this page stays private.
@@ -147,7 +177,7 @@ class DeviceMemory:
                 self._announce(memory, i)
         memory.num_recorded_pages = max(memory.num_recorded_pages, num_full)
 
-        num_full = min(memory.num_draft_computed_tokens, num_known) // self.page_size
+        num_full = num_drafted // self.page_size
         self._pages_with_draft.update(memory.pages[memory.num_recorded_draft_pages : num_full])
         memory.num_recorded_draft_pages = max(memory.num_recorded_draft_pages, num_full)
 

@@ -8,10 +8,12 @@ class SequenceMemory:
     """The pages of one sequence, and how far target and draft have come in them.
 
     The first `num_computed_tokens` tokens have KV of the target, the first
-    `num_draft_computed_tokens` KV of the draft. The draft falls behind while a sequence decodes
-    plainly; the proposer computes what it missed before it drafts again.
+    `num_draft_computed_tokens` KV of the draft. A draft model falls behind while a sequence decodes
+    plainly; it computes what it missed before it drafts again. A head reads along with the target,
+    and cannot catch up.
 
-    A sequence that gives its pages back gets a new object, which makes void what is in flight.
+    Only `DeviceMemory` writes here. A sequence that gives its pages back gets a new object, which
+    makes void what is in flight.
     """
 
     def __init__(
@@ -25,8 +27,17 @@ class SequenceMemory:
         self.new_pages: list[tuple[int, int]] = []  # (column, page) that the device must be told
         self.num_computed_tokens = 0
         self.num_draft_computed_tokens = 0
+        self.num_shared_tokens = 0  # found when it was seated
         self.num_recorded_pages = 0  # leading pages that can be found by their hashes
         self.num_recorded_draft_pages = 0
+
+    @property
+    def head_reads_along(self) -> bool:
+        """Whether a head has read all that the target computed, and something of it in this seat:
+        it drafts from the last row that it has read.
+        """
+        num_read = self.num_draft_computed_tokens
+        return num_read == self.num_computed_tokens > self.num_shared_tokens
 
     def emptied(self) -> "SequenceMemory":
         """The memory of the same tokens without any pages."""

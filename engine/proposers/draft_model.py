@@ -86,10 +86,9 @@ class DraftModel(Source):
         else:
             counts_np = self._draft_pass_by_pass(drafting, counts_np, batch)
         for each in reading:
-            request = each.scheduled.request
-            if not request.num_drafts_in_flight:  # else it depends on how many are accepted
-                num_seen = request.least_tokens + each.start + each.num_rows
-                request.memory.num_draft_computed_tokens = num_seen
+            each.scheduled.draft_end = each.start + each.num_rows
+        for scheduled, k in zip(drafting, counts_np.tolist(), strict=True):
+            scheduled.draft_end = k - 1  # the last draft is never computed
         return dict(zip((each.slot for each in drafting), counts_np.tolist(), strict=True))
 
     def _missed(self, plan: Plan, wanted: Counts) -> list[_Reading]:
@@ -100,14 +99,14 @@ class DraftModel(Source):
         num_rows_left = self._most_rows
         reading = []
         for scheduled in plan.scheduled:
-            # The last draft is never computed: k drafts need k - 1 positions after known tokens.
+            # k drafts need k - 1 positions after known tokens.
             room = self._draft.max_positions - scheduled.request.most_tokens + 1
             num_drafts = max(0, min(wanted.get(scheduled.slot, 0), room))
             reads_prompt = scheduled.is_drafted_for and not scheduled.samples and room > 0
             if num_drafts == 0 and not reads_prompt:
                 continue
             first = _first_unseen(scheduled.request)
-            num_wanted = scheduled.start + scheduled.num_new_tokens - first
+            num_wanted = scheduled.relative_end - first
             num_unseen = min(num_wanted, num_rows_left)
             num_rows_left -= num_unseen
             if num_unseen < num_wanted:

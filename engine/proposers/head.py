@@ -11,14 +11,12 @@ computed them. If an error leaves a gap in a sequence, that sequence decodes pla
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from weakref import WeakSet
 
 import numpy as np
 from torch import Tensor
 
 from ..api import ReportProgress
 from ..logit_edits import LogitEdits
-from ..memory.sequence import SequenceMemory
 from ..models.heads.head import Head
 from ..models.network import Network, Pass
 from ..scheduling.plan import SAMPLING_KINDS, Plan, ScheduledRequest, sampling_kind, slots_of
@@ -90,8 +88,6 @@ class HeadSource(Source):
         self._head = head
         self._target = target
         self._drafter = drafter
-        # Of the sequences that the head has read.
-        self._has_read: WeakSet[SequenceMemory] = WeakSet()
         self._reads = Phase(read, slots.device)
         self._drafts = Phase(drafter.draft, slots.device)
 
@@ -131,9 +127,8 @@ class HeadSource(Source):
         one_by_one: list[ScheduledRequest] = []
         edited_np = self._edits.asked_by(slots_of(plan.scheduled))
         for scheduled, is_edited in zip(plan.scheduled, edited_np.tolist(), strict=True):
-            if scheduled.memory not in self._has_read:
-                continue
-            if wanted.get(scheduled.slot, 0) > 0:
+            goes_on = scheduled.start == -1 and scheduled.memory.head_reads_along
+            if goes_on and wanted.get(scheduled.slot, 0) > 0:
                 alone = is_edited or (self.draws.stops_early and scheduled.least_chance > 0)
                 (one_by_one if alone else together).append(scheduled)
         together.sort(key=lambda scheduled: -wanted[scheduled.slot])  # longest first
@@ -160,8 +155,10 @@ class HeadSource(Source):
     def follow(self, plan: Plan, scored: Pass) -> None:
         """Compute the head's rows for all rows that the target computed in this step."""
         self._read_pass(scored)
-        for scheduled in plan.sampled:
-            self._has_read.add(scheduled.memory)
+        for scheduled in plan.scheduled:
+            memory = scheduled.memory
+            if memory.num_draft_computed_tokens == memory.num_computed_tokens:  # without a gap
+                scheduled.draft_end = scheduled.relative_end + scheduled.num_drafts
 
     def _read_pass(self, scored: Pass) -> None:
         assert scored.shape is not None

@@ -74,15 +74,13 @@ class Proposer:
 
     def follow(self, plan: Plan, scored: Pass) -> None:
         """Called with the target's pass after a step is verified, and before the next sequence is
-        seated. If a source fails, the plan's sequences decode plainly from then on.
+        seated. If a source fails, it drafts no more for the plan's sequences.
         """
         try:
             for source in self.sources:
                 source.follow(plan, scored)
         except Exception:
             log.exception("drafting could not follow this step; its sequences decode plainly")
-            for scheduled in plan.scheduled:
-                scheduled.request.speculates = False
 
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
         """Dummy draws that together launch every sampling kernel."""

@@ -32,12 +32,7 @@ class Committer:
                 continue
             if scheduled.samples:
                 request.num_drafts_in_flight = scheduled.num_drafts
-                request.memory.num_computed_tokens = request.num_tokens
-            else:
-                request.memory.num_computed_tokens = scheduled.end
-            # Pages may be shared at once: whoever finds them runs later on the device, and starts
-            # over if they turn out to hold NaN.
-            self._memory.record_computed(request.memory)
+            self._memory.launch(scheduled.memory, scheduled.relative_end, scheduled.draft_end)
 
     def commit(self, plan: Plan, elapsed_s: float) -> list[RequestOutput]:
         """Advance every sequence by what a step drew; ends those that are done, skips void ones.
@@ -112,23 +107,13 @@ class Committer:
             for j in range(num_drafts):
                 self._stats.drafted_per_position[j] += 1
                 self._stats.accepted_per_position[j] += j < num_accepted
-            if scheduled.source == "draft_model":  # otherwise it has computed nothing
-                num_seen = request.num_tokens + min(num_accepted, num_drafts - 1)
-                request.memory.num_draft_computed_tokens = num_seen
         request.num_draft_tokens += num_drafts
         request.num_accepted_tokens += num_accepted
-        # KV is right for all known tokens and the accepted drafts. The rest will be overwritten.
-        num_valid = request.num_tokens + num_accepted
-
         request.num_scored_tokens = request.num_prompt_tokens
         kept = self._until_stop(request, drawn)
         request.learn(kept)
         self._stats.generation_tokens += len(kept)
-        num_valid = min(num_valid, request.num_tokens - 1)
-        memory = request.memory
-        memory.num_computed_tokens = num_valid
-        memory.num_draft_computed_tokens = min(memory.num_draft_computed_tokens, num_valid)
-        self._memory.record_computed(request.memory)
+        self._memory.advance(scheduled.memory, num_accepted, scheduled.draft_end)
 
         logprobs = scheduled.logprobs
         output = request.output(

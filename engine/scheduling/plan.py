@@ -30,6 +30,9 @@ class ScheduledRequest:
     max_drafts: int = 0  # there are rows and pages for so many
     num_drafts: int = 0  # how many were made
     source: SourceName | None = None  # where they are from; None: there are none
+    # End of the tokens whose KV the draft has after the step, if all drafts are accepted; relative
+    # to the end of the known tokens. None: it computes nothing.
+    draft_end: int | None = None
     # No draft follows drafts that are less likely than this to be accepted, all of them.
     least_chance: float = 0.0
     is_drafted_for: bool = False  # drafted for in this step or, if its prompt goes on, later
@@ -60,10 +63,15 @@ class ScheduledRequest:
             -1 if request.is_in_flight else self.memory.num_computed_tokens - request.num_tokens
         )
         self.end = request.most_tokens + self.start + self.num_new_tokens
-        self.samples = self.start + self.num_new_tokens == 0
+        self.samples = self.relative_end == 0
         first = max(self.memory.num_computed_tokens, request.num_scored_tokens)
         last = min(self.end, request.num_prompt_tokens - 1)
         self.num_prompt_logits = 0 if request.is_in_flight else max(0, last - first)
+
+    @property
+    def relative_end(self) -> int:
+        """End of the known tokens that this step computes, relative to the end of all."""
+        return self.start + self.num_new_tokens
 
     @property
     def num_rows(self) -> int:

@@ -21,10 +21,7 @@ def attach(memory: DeviceMemory, one: SequenceMemory) -> int:
 
 def compute(memory: DeviceMemory, one: SequenceMemory, draft: bool = False) -> None:
     assert memory.allocate(one, len(one.token_ids))
-    one.num_computed_tokens = len(one.token_ids)
-    if draft:
-        one.num_draft_computed_tokens = len(one.token_ids)
-    memory.record_computed(one)
+    memory.launch(one, 0, 0 if draft else None)
 
 
 def test_a_prefix_is_shared_without_a_copy() -> None:
@@ -105,12 +102,10 @@ def test_a_prefix_is_coming_while_another_computes_the_next_page_of_it() -> None
     assert memory.prefix_is_coming(same, 12, [other])
     assert memory.prefix_is_coming(diverging, 8, [other])
     assert not memory.prefix_is_coming(salted, 12, [other])
-    other.num_computed_tokens = 5  # in two chunks
-    memory.record_computed(other)
+    memory.launch(other, 5 - 13, None)  # in two chunks
     assert memory.prefix_is_coming(same, 12, [other])
     assert not memory.prefix_is_coming(diverging, 8, [other])
-    other.num_computed_tokens = 13
-    memory.record_computed(other)
+    memory.launch(other, 0, None)
     assert not memory.prefix_is_coming(same, 12, [other])
 
 
@@ -124,6 +119,56 @@ def test_pages_without_draft_kv_are_found_but_leave_the_draft_to_catch_up() -> N
     third = sequence([*range(8), 100])
     attach(memory, third)
     assert third.num_draft_computed_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("num_accepted", "draft_end", "num_draft_computed"),
+    [
+        (3, 2, 12),  # a draft model never computes its last draft
+        (3, 3, 13),  # a head reads all rows of the target
+        (1, 2, 11),  # it computed a draft that was rejected
+        (0, 2, 10),
+        (0, -4, 6),  # it has not caught up
+        (2, None, 5),  # it was not asked
+    ],
+)
+def test_a_draft_has_kv_of_the_accepted_drafts_that_it_computed(
+    num_accepted: int, draft_end: int | None, num_draft_computed: int
+) -> None:
+    memory = DeviceMemory(num_pages=10, page_size=PAGE)
+    one = sequence(list(range(10)))
+    assert memory.allocate(one, 14)
+    memory.launch(one, 0, -5)
+    memory.launch(one, 0, draft_end)
+    assert one.num_computed_tokens == 10
+    one.token_ids.extend([77] * (num_accepted + 1))
+    memory.advance(one, num_accepted, draft_end)
+    assert one.num_computed_tokens == 10 + num_accepted
+    assert one.num_draft_computed_tokens == num_draft_computed
+
+
+def test_what_follows_a_stop_has_no_kv() -> None:
+    memory = DeviceMemory(num_pages=10, page_size=PAGE)
+    one = sequence(list(range(10)))
+    assert memory.allocate(one, 14)
+    memory.launch(one, 0, 2)
+    one.token_ids.append(77)  # of three accepted drafts
+    memory.advance(one, 3, 2)
+    assert (one.num_computed_tokens, one.num_draft_computed_tokens) == (10, 10)
+
+
+def test_pages_that_a_head_has_not_read_are_not_shared() -> None:
+    memory = DeviceMemory(num_pages=10, page_size=PAGE, has_head=True)
+    one = sequence(list(range(13)))
+    assert memory.allocate(one, 13)
+    memory.launch(one, 5 - 13, 5 - 13)
+    assert one.head_reads_along
+    memory.launch(one, 0, None)
+    assert not one.head_reads_along
+    other = sequence(list(range(13)))
+    assert attach(memory, other) == 4
+    assert other.num_draft_computed_tokens == other.num_computed_tokens
+    assert not other.head_reads_along  # nothing in this seat
 
 
 def test_a_page_that_changes_hands_loses_the_drafts_mark() -> None:

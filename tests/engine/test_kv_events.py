@@ -44,8 +44,7 @@ def compute(memory: DeviceMemory, token_ids: list[int], cache_salt: str = "") ->
     one = SequenceMemory(token_ids, cache_salt)
     memory.attach_prefix(one, len(token_ids) - 1)
     assert memory.allocate(one, len(token_ids))
-    one.num_computed_tokens = len(token_ids)
-    memory.record_computed(one)
+    memory.launch(one, 0, None)
     return one
 
 
