@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, FailFast, Field, JsonValue, model_validator
 
 from ..grammar.tool_choice import ToolChoice
 from .content import TextOr, TextParts, text_of
-from .fields import MAX_TOOLS, APIRequest, Int, NumLogprobs, UnknownField
+from .fields import MAX_TOOLS, APIRequest, MaxTokens, NumLogprobs, UnknownField
 from .off_loop import MANY_CHARS
 from .protocol import APIResponse, ChoiceFields, GenerationResponse, PromptLogprobs, TracedStep
 from .tools import Tool, ToolCalls, unknown_in_tools
@@ -111,8 +111,10 @@ class ChatFields(APIRequest):
 
 
 class ChatCompletionRequest(ChoiceFields, ChatFields):
-    max_completion_tokens: Int | None = Field(default=None, ge=1)
-    max_tokens: Int | None = Field(default=None, ge=1)  # older name of max_completion_tokens
+    other_names: ClassVar = ChoiceFields.other_names | {"n_predict": "max_tokens"}
+
+    max_completion_tokens: MaxTokens | None = None
+    max_tokens: MaxTokens | None = None  # older name of max_completion_tokens
     logprobs: bool = False
     top_logprobs: NumLogprobs = 0
     tool_choice: ToolChoice = "auto"

@@ -36,8 +36,7 @@ async def prepare_turn(
         must_fit=body.truncate_prompt_tokens is None,
     )
     max_tokens = body.max_completion_tokens or body.max_tokens
-    ids = service.truncate(body, ids, max_tokens or 1)
-    room_tokens = max(1, service.engine_info.max_model_len - len(ids))
+    ids = service.truncate(body, ids, max_tokens)
     grammar = await _grammar(service, body, calls)
     of_calls = None if grammar else await _grammar_of_strict_calls(service, body, prompt, calls)
     # A model's own response template reads the whole prompt.
@@ -55,8 +54,7 @@ async def prepare_turn(
         body,
         [ids],
         param="messages",
-        max_tokens=max_tokens
-        or min(room_tokens, service.sampling_defaults.max_tokens or room_tokens),
+        max_tokens=max_tokens or service.room([ids]),
         logprobs=body.top_logprobs if body.logprobs else None,
         key=request_key(http),
         told_of_prompts=[body.prompt_logprobs],

@@ -41,7 +41,7 @@ async def create_completion(service: Service, body: CompletionRequest, http: Req
         body,
         prompts,
         param="prompt",
-        max_tokens=body.max_tokens,
+        max_tokens=service.room(prompts) if body.max_tokens is None else body.max_tokens,
         logprobs=0 if logprobs is None and ranks_samples else logprobs,
         key=request_key(http),
         told_of_prompts=[body.prompt_logprobs, logprobs if body.echo else None],

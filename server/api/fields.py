@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -46,6 +47,26 @@ def _whole_number(value: object) -> object:
 
 
 Int = Annotated[int, BeforeValidator(_whole_number)]
+
+
+def _no_limit(value: int) -> int | None:
+    return None if value == -1 else value
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("expected at least 1, or -1 for as many tokens as fit")
+    return value
+
+
+# How many tokens to write, at most; -1, which becomes None: as many as fit.
+MaxTokensOrZero = Annotated[Int, Field(ge=-1), AfterValidator(_no_limit)]
+MaxTokens = Annotated[
+    Int,
+    Field(ge=-1, json_schema_extra={"not": {"const": 0}}),
+    AfterValidator(_not_zero),
+    AfterValidator(_no_limit),
+]
 # -1: as many as this server reports.
 NumLogprobs = Annotated[int, BeforeValidator(_whole_number), Field(ge=-1, le=MAX_LOGPROBS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -158,6 +179,8 @@ class APIRequest(BaseModel):
 
     # Fields that other servers know in such an object, and that have no effect here.
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
+    # Names that other servers have for fields of this one.
+    other_names: ClassVar[dict[str, str]] = {}
     # Fields that would change the answer, with the values that ask for nothing.
     refused_fields: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
@@ -169,6 +192,9 @@ class APIRequest(BaseModel):
         if not isinstance(data, dict):
             raise ValueError("expected an object")
         given = {key: value for key, value in data.items() if value is not None}
+        for theirs, ours in cls.other_names.items():
+            if theirs in given:
+                given = {ours: given.pop(theirs)} | given
         if cls.model_config["extra"] == "forbid":
             # Not left to pydantic, which would report each of a million unknown fields.
             for unknown in unknown_names(given, _known_names(cls)):

@@ -8,7 +8,7 @@ from typing_extensions import TypeAliasType
 
 from .chat_protocol import ChatCompletionRequest
 from .content import TextOr, text_of, type_of
-from .fields import MAX_TOOLS, APIRequest, Int, StopString, UnknownField
+from .fields import MAX_TOOLS, APIRequest, MaxTokens, StopString, UnknownField
 from .protocol import APIResponse, RequestMetrics, SamplingFields, TracedStep
 from .translation import chat_request
 from .unknown_fields import IGNORED, Body
@@ -50,15 +50,87 @@ class ToolUseBlock(APIRequest):
 TextBlocks = TypeAliasType("TextBlocks", Annotated[list[TextBlock], FailFast()])
 
 
+def _source_kind(value: object) -> str | None:
+    kind = type_of(value)
+    return f"<{kind}>" if kind in ("text", "content") else None
+
+
+def _result_kind(value: object) -> str:
+    return "<document>" if type_of(value) == "document" else "<text>"
+
+
+class PlainText(APIRequest):
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: str
+
+    @property
+    def text(self) -> str:
+        return self.data
+
+
+class BlocksOfText(APIRequest):
+    type: Literal["content"]
+    content: TextOr[TextBlocks]
+
+    @property
+    def text(self) -> str:
+        return text_of(self.content)
+
+
+class DocumentBlock(APIRequest):
+    """A document of text: what is in it, below what is said about it."""
+
+    ignored_fields: ClassVar = CACHING | {"citations"}
+
+    type: Literal["document"]
+    source: Annotated[
+        Annotated[PlainText, Tag("<text>")] | Annotated[BlocksOfText, Tag("<content>")],
+        Discriminator(
+            _source_kind,
+            custom_error_type="source_type",
+            custom_error_message="expected a source of type text or content; other documents are "
+            "not supported",
+        ),
+    ]
+    title: str = ""
+    context: str = ""
+
+    @property
+    def text(self) -> str:
+        return "\n".join(filter(None, (self.title, self.context, self.source.text)))
+
+
+ResultBlocks = TypeAliasType(
+    "ResultBlocks",
+    Annotated[
+        list[
+            Annotated[
+                Annotated[TextBlock, Tag("<text>")] | Annotated[DocumentBlock, Tag("<document>")],
+                Discriminator(_result_kind),
+            ]
+        ],
+        FailFast(),
+    ],
+)
+
+
 class ToolResultBlock(APIRequest):
-    ignored_fields: ClassVar = CACHING | {"is_error"}
+    ignored_fields: ClassVar = CACHING
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextOr[TextBlocks] = ""
+    content: TextOr[ResultBlocks] = ""
+    is_error: bool = False
+
+    @property
+    def text(self) -> str:
+        """The result; that it is an error stands before it, since templates show nothing else."""
+        text = text_of(self.content)
+        return f"Error: {text}" if self.is_error else text
 
 
-BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+BLOCKS = ("text", "document", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 def _block_kind(value: object) -> str | None:
@@ -68,6 +140,7 @@ def _block_kind(value: object) -> str | None:
 
 Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
@@ -75,8 +148,8 @@ Block = Annotated[
     Discriminator(
         _block_kind,
         custom_error_type="block_type",
-        custom_error_message=f"expected a block of type {', '.join(BLOCKS)}; images and documents "
-        "are not supported",
+        custom_error_message=f"expected a block of type {', '.join(BLOCKS)}; images are not "
+        "supported",
     ),
 ]
 Blocks = TypeAliasType("Blocks", Annotated[list[Block], FailFast()])
@@ -102,7 +175,7 @@ class AnthropicMessage(APIRequest):
             yield {
                 "role": "tool",
                 "tool_call_id": block.tool_use_id,
-                "content": text_of(block.content),
+                "content": block.text,
             }
         if said or not self.content:
             yield self._turn(said)
@@ -110,7 +183,9 @@ class AnthropicMessage(APIRequest):
     def _turn(self, blocks: list[Block]) -> dict[str, Any]:
         turn: dict[str, Any] = {
             "role": self.role,
-            "content": "\n".join(b.text for b in blocks if isinstance(b, TextBlock)),
+            "content": "\n".join(
+                b.text for b in blocks if isinstance(b, TextBlock | DocumentBlock)
+            ),
         }
         if thoughts := [b.thinking for b in blocks if isinstance(b, ThinkingBlock)]:
             turn["reasoning_content"] = "".join(thoughts)
@@ -237,7 +312,9 @@ class CountTokensRequest(ConversationFields):
 
 
 class MessagesRequest(SamplingFields, ConversationFields):
-    max_tokens: Int = Field(ge=1)
+    other_names: ClassVar = SamplingFields.other_names | {"n_predict": "max_tokens"}
+
+    max_tokens: MaxTokens
     stop_sequences: Annotated[list[StopString], FailFast()] = Field(default_factory=list)
 
     def as_chat(self) -> ChatCompletionRequest:

@@ -1,7 +1,7 @@
 """The JSON of the OpenAI API, as this server reads and writes it."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 from typing_extensions import TypeAliasType
@@ -18,6 +18,7 @@ from .fields import (
     BadWords,
     Int,
     LogitBias,
+    MaxTokensOrZero,
     NumLogprobs,
     Prompt,
     Stop,
@@ -77,6 +78,8 @@ LogitsProcessors = TypeAliasType(
 class SamplingFields(Body):
     """How tokens are drawn. All APIs have these fields."""
 
+    other_names: ClassVar[dict[str, str]] = {"repeat_penalty": "repetition_penalty"}
+
     stream: bool = False
     temperature: float = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, ge=0, le=1)
@@ -133,8 +136,10 @@ class ChoiceFields(SamplingFields):
 
 
 class CompletionRequest(ChoiceFields):
+    other_names: ClassVar = ChoiceFields.other_names | {"n_predict": "max_tokens"}
+
     prompt: Prompt
-    max_tokens: Int = Field(default=16, ge=0)
+    max_tokens: MaxTokensOrZero | None = 16
     logprobs: NumLogprobs | None = None
     echo: bool = False
     best_of: Int | None = Field(default=None, ge=1)

@@ -11,12 +11,12 @@ from ..grammar.structured_outputs import JSONSchema
 from ..http.errors import unsupported
 from .chat_protocol import ChatCompletionRequest
 from .content import TextOr
-from .fields import MAX_TOOLS, APIRequest, Int, NumLogprobs, UnknownField
+from .fields import MAX_TOOLS, APIRequest, MaxTokens, NumLogprobs, UnknownField
 from .input_items import InputItems, Item, MessageItem, chat_messages
 from .protocol import APIResponse, RequestMetrics, SamplingFields, TracedStep
 from .tools import checked_tool
 from .translation import chat_request
-from .unknown_fields import IGNORED, NEUTRAL_VALUES
+from .unknown_fields import IGNORED, REFUSED
 
 LOGPROBS = "message.output_text.logprobs"
 Metadata = TypeAliasType(
@@ -65,7 +65,7 @@ class TextFormat(APIRequest):
 
 
 class TextConfig(APIRequest):
-    refused_fields: ClassVar[Mapping[str, tuple[object, ...]]] = {"verbosity": ("medium",)}
+    ignored_fields: ClassVar = frozenset({"verbosity"})
 
     format: TextFormat = TextFormat()
 
@@ -81,7 +81,8 @@ class ResponseStreamOptions(APIRequest):
 
 
 class ResponsesRequest(SamplingFields):
-    refused_fields: ClassVar[Mapping[str, tuple[object, ...]]] = NEUTRAL_VALUES | {
+    other_names: ClassVar = SamplingFields.other_names | {"n_predict": "max_output_tokens"}
+    refused_fields: ClassVar[Mapping[str, tuple[object, ...]]] = REFUSED | {
         "background": (False,),
         "context_management": ([],),
         "conversation": (),
@@ -98,7 +99,7 @@ class ResponsesRequest(SamplingFields):
 
     input: TextOr[InputItems] = Field(default_factory=list, validate_default=True)
     instructions: str | None = None
-    max_output_tokens: Int | None = Field(default=None, ge=1)
+    max_output_tokens: MaxTokens | None = None
     tools: Annotated[list[ResponseTool], FailFast()] = Field(
         default_factory=list, max_length=MAX_TOOLS
     )

@@ -190,14 +190,21 @@ class Service:
         (ids,) = await self.tokenize([text], add_special_tokens=False)
         return ids[:most]
 
-    def most_prompt_tokens(self, fields: ChoiceFields, max_tokens: int) -> int | None:
+    def room(self, prompts: Sequence[Sequence[int]]) -> int:
+        """The maximum tokens of answers to these prompts, if the request sets none."""
+        fitting = max(1, self.engine_info.max_model_len - max(map(len, prompts)))
+        return min(fitting, self.sampling_defaults.max_tokens or fitting)
+
+    def most_prompt_tokens(self, fields: ChoiceFields, max_tokens: int | None) -> int | None:
         """How many tokens of a prompt the request wants to keep; None: all."""
         limit = fields.truncate_prompt_tokens
         if limit == -1:
-            return max(1, self.engine_info.max_model_len - max(1, max_tokens))
+            return max(1, self.engine_info.max_model_len - max(1, max_tokens or 1))
         return limit
 
-    def truncate(self, fields: ChoiceFields, prompt: list[int], max_tokens: int) -> list[int]:
+    def truncate(
+        self, fields: ChoiceFields, prompt: list[int], max_tokens: int | None
+    ) -> list[int]:
         """The tokens of a prompt that the request wants to keep: the last ones, or the first."""
         limit = self.most_prompt_tokens(fields, max_tokens)
         if limit is None:

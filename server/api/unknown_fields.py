@@ -32,16 +32,44 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "verbosity": ("medium",),
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
+# Samplers of other servers, each with the value that turns it off, and what comes nearest here.
+OTHER_SAMPLERS: dict[str, tuple[object, str]] = {
+    "do_sample": (True, "temperature: 0"),
+    "dry_multiplier": (0, "frequency_penalty or repetition_penalty"),
+    "dynatemp_range": (0, "temperature"),
+    "epsilon_cutoff": (0, "min_p"),
+    "eta_cutoff": (0, "min_p"),
+    "mirostat": (0, "temperature and top_p"),
+    "mirostat_mode": (0, "temperature and top_p"),
+    "no_repeat_ngram_size": (0, "frequency_penalty or repetition_penalty"),
+    "repeat_last_n": (-1, "repetition_penalty, which reads the prompt and the whole answer"),
+    "smoothing_factor": (0, "temperature"),
+    "tfs": (1, "top_p or min_p"),
+    "tfs_z": (1, "top_p or min_p"),
+    "top_a": (0, "min_p"),
+    "top_n_sigma": (-1, "min_p"),
+    "typ_p": (1, "top_p or min_p"),
+    "typical_p": (1, "top_p or min_p"),
+    "xtc_probability": (0, "temperature and min_p"),
+}
+REFUSED = NEUTRAL_VALUES | {name: (off,) for name, (off, _) in OTHER_SAMPLERS.items()}
 # Parameters by which other servers are given a grammar.
 OTHER_GRAMMARS = frozenset({"ebnf", "grammar", "json_schema", "regex"})
-# OpenAI's own, about its accounts, records, caches and speed: no answer here depends on them.
+# OpenAI's own, about its accounts, records, caches and speed, and wishes that a model cannot be
+# told; and what has no meaning without a sampler that is refused.
 IGNORED = frozenset(
     {
+        "dry_allowed_length",
+        "dry_base",
+        "dry_penalty_last_n",
+        "dry_sequence_breakers",
+        "dynatemp_exponent",
         "metadata",
+        "mirostat_eta",
+        "mirostat_tau",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
@@ -49,6 +77,8 @@ IGNORED = frozenset(
         "service_tier",
         "store",
         "user",
+        "verbosity",
+        "xtc_threshold",
     }
 )
 
@@ -57,7 +87,7 @@ class Body(APIRequest):
     """The whole body of a request."""
 
     ignored_fields: ClassVar = IGNORED
-    refused_fields: ClassVar[Mapping[str, tuple[object, ...]]] = NEUTRAL_VALUES
+    refused_fields: ClassVar[Mapping[str, tuple[object, ...]]] = REFUSED
 
     model: str | None = None
 
@@ -77,7 +107,9 @@ def check_unknown_fields(body: Body, http: Request, *, refuse: bool) -> None:
                 "structured_outputs or response_format.",
             )
     for path in body.refused():
-        raise unsupported(path, f"{path} is not supported by this server: leave it out.")
+        _, ours = OTHER_SAMPLERS.get(path, (None, None))
+        instead = f", or use {ours}" if ours else ""
+        raise unsupported(path, f"{path} is not supported by this server: leave it out{instead}.")
     unknown = list(islice(body.unknown_fields(), MAX_NAMED))
     if unknown and refuse:
         raise _refused(unknown[0])

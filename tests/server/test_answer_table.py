@@ -110,7 +110,7 @@ def test_wrong_fields_are_400_and_named(site: Site, path: str) -> None:
         ({"n": 0}, "n"),
         ({"logit_bias": {"1000000": 1}}, "logit_bias"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ):

@@ -77,7 +77,7 @@ def test_refused_requests_are_lines_without_tokens(
         ({"prompt": None}, "prompt: Field required"),
         ({"temperature": "secret"}, "temperature: Input should be a valid number"),
         ({"max_tokens": 5000}, "This model's maximum context length is 1000 tokens."),
-        ({"mirostat": 2}, "mirostat"),
+        ({"mirostat": 2}, "mirostat is not supported by this server"),
         ({"bad_words": [""]}, "bad_words[0]: String should have at least 1 character"),
         ({"model": "gpt-5"}, "The model 'gpt-5' does not exist"),
     ],

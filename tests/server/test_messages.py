@@ -22,6 +22,10 @@ WEATHER = {
     "description": "Tells the weather.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
+PDF = {
+    "type": "document",
+    "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"},
+}
 CALL_ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
@@ -205,6 +209,40 @@ def test_conversation_reaches_the_model_as_a_chat(serve: Serve, tokenizer: Token
     assert count.json() == {"input_tokens": len(first.prompt_token_ids)}
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"type": "text", "media_type": "text/plain", "data": "It rains."},
+        {"type": "content", "content": "It rains."},
+        {"type": "content", "content": [{"type": "text", "text": "It rains."}]},
+    ],
+)
+def test_documents_of_text_are_text(serve: Serve, tokenizer: Tokenizer, source: Any) -> None:
+    served = saying(serve, tokenizer, "Hello", unknown_fields="refuse")
+    document = {"type": "document", "source": source, "title": "Weather", "context": "Rome"}
+    document |= {"citations": {"enabled": True}, "cache_control": {"type": "ephemeral"}}
+    question = {"type": "text", "text": "And?"}
+    assert ask(served, messages=[{"role": "user", "content": [document, question]}]).status == 200
+    assert "<user>Weather\nRome\nIt rains.\nAnd?<eos>" in prompt_of(served, tokenizer)
+    use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
+    result = {"type": "tool_result", "tool_use_id": "t1"}
+    result |= {"content": [{"type": "document", "source": source}]}
+    turns = [*HI, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    assert ask(served, messages=turns).status == 200
+    assert "<tool>It rains.<eos>" in prompt_of(served, tokenizer)
+
+
+def test_the_model_learns_that_a_tool_failed(serve: Serve, tokenizer: Tokenizer) -> None:
+    served = saying(serve, tokenizer, "Hello", unknown_fields="refuse")
+    use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "no answer"}
+    for is_error, told in ((True, "Error: no answer"), (False, "no answer"), (None, "no answer")):
+        failed = {"role": "user", "content": [result | {"is_error": is_error}]}
+        turns = [*HI, {"role": "assistant", "content": [use]}, failed]
+        assert ask(served, messages=turns).status == 200
+        assert f"<tool>{told}<eos>" in prompt_of(served, tokenizer)
+
+
 def test_last_turn_of_the_assistant_is_gone_on_with(serve: Serve, tokenizer: Tokenizer) -> None:
     served = saying(serve, tokenizer, "Hello")
     begun = {"role": "assistant", "content": "The answer is ("}
@@ -267,7 +305,11 @@ def test_what_is_said_to_the_template_itself_goes_before() -> None:
         ({"max_tokens": None}, "max_tokens: Field required"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images and documents"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images are not"),
+        (
+            {"messages": [{"role": "user", "content": [PDF]}]},
+            "other documents are not supported",
+        ),
         ({"messages": [{"role": "nurse", "content": "Hi"}]}, "messages[0].role"),
         ({"tools": [{"name": "x"}]}, "input_schema"),
         (

@@ -13,7 +13,7 @@ from served import Served
 
 from outrider.server.api.chat_protocol import ChatCompletionRequest
 from outrider.server.api.protocol import CompletionRequest
-from outrider.server.api.unknown_fields import IGNORED, NEUTRAL_VALUES
+from outrider.server.api.unknown_fields import IGNORED, NEUTRAL_VALUES, OTHER_SAMPLERS
 
 Serve = Callable[..., Served]
 CHAT_PATH = "/v1/chat/completions"
@@ -63,7 +63,15 @@ def test_what_asks_for_nothing_is_accepted_in_silence(
         "prompt_cache_key": "k",
         "prompt_cache_options": {"ttl": "30m"},
         "prompt_cache_retention": "24h",
-        "verbosity": "medium",
+        "verbosity": "low",
+        "mirostat": 0,
+        "mirostat_tau": 5,
+        "dry_multiplier": 0.0,
+        "dry_base": 1.75,
+        "dry_sequence_breakers": ["\n"],
+        "xtc_probability": 0,
+        "xtc_threshold": 0.1,
+        "typical_p": 1.0,
         "temprature": None,
     }
     if base is CHAT:
@@ -158,6 +166,54 @@ def test_parameter_of_others_that_would_change_the_answer_is_refused(
     for base in (OK, CHAT):
         reply = send(serve(), base | {name: {"a": 1}})
         assert (reply.status, reply.error["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("name", OTHER_SAMPLERS)
+def test_sampler_of_others_is_refused_with_ours_beside_it(serve: Serve, name: str) -> None:
+    off, ours = OTHER_SAMPLERS[name]
+    value = not off if isinstance(off, bool) else 0.5
+    for base in (OK, CHAT):
+        reply = send(serve(), base | {name: value})
+        assert (reply.status, reply.error["param"]) == (400, name)
+        assert reply.error["message"].endswith(f"leave it out, or use {ours}.")
+        assert send(serve(unknown_fields="refuse"), base | {name: off}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "max_tokens"),
+    [
+        ("/v1/completions", OK, "max_tokens"),
+        ("/v1/chat/completions", CHAT, "max_tokens"),
+        ("/v1/responses", {"input": "Hi"}, "max_output_tokens"),
+        ("/v1/messages", CHAT, "max_tokens"),
+    ],
+)
+def test_fields_are_served_by_the_names_of_others(
+    serve: Serve, path: str, body: dict[str, Any], max_tokens: str
+) -> None:
+    served = serve(unknown_fields="refuse")
+
+    def params(**fields: Any) -> Any:
+        reply = post(served.app, body | fields, path=path)
+        assert reply.status == 200, reply.body
+        return served.client.submitted[-1][0].params
+
+    theirs = params(n_predict=7, repeat_penalty=1.1)
+    assert (theirs.max_tokens, theirs.repetition_penalty) == (7, 1.1)
+    ours = {max_tokens: 5, "repetition_penalty": 1.2}
+    both = params(n_predict=7, repeat_penalty=1.1, **ours)
+    assert (both.max_tokens, both.repetition_penalty) == (5, 1.2)  # ours go before
+    # Without a limit, the answer may fill the context.
+    for unlimited in (params(n_predict=-1), params(**{max_tokens: -1})):
+        prompt = served.client.submitted[-1][0].prompt_token_ids
+        assert unlimited.max_tokens == 1000 - len(prompt)
+
+
+def test_answers_without_a_limit_fit_behind_every_prompt(serve: Serve) -> None:
+    served = serve()
+    body = {"prompt": [[70] * 9, [70] * 400], "max_tokens": -1}
+    assert post(served.app, body).status == 200
+    assert {request.params.max_tokens for request in served.client.submitted[0]} == {600}
 
 
 def test_a_failing_request_learns_its_unknown_fields_too(serve: Serve) -> None:
