@@ -90,7 +90,9 @@ class Sample:
             skipped_ids=options.skipped_ids,
             spaces_between_special=options.spaces_between_special,
         )
+        self._tokenizer = tokenizer
         self._stops = StopStrings(options.stop, include=options.include_stop)
+        self._hidden_stop = ""  # text of the stop that ended the sequence, if it is not shown
         self.queue_s = 0.0
         self._num_tokens = 0
         self._num_reasoning_tokens = 0
@@ -124,10 +126,13 @@ class Sample:
                 and not self._options.include_stop
             )
             texts.append("")
-            if self._options.detokenize and not hidden:
+            if hidden:
+                self._hidden_stop = self._tokenizer.token_text(token_id)
+            elif self._options.detokenize:
                 texts[-1] = self._detokenizer.push(token_id)
                 shown.append(self._match(texts[-1]))
             if self._stops.matched is not None:
+                self._hidden_stop = "" if self._options.include_stop else self._stops.matched
                 break
         else:
             if output.finish_reason is not None:
@@ -173,7 +178,7 @@ class Sample:
         steps, self._pending_steps = self._pending_steps, []
         parts: list[Part] = []
         if self._reader is not None:
-            parts = self._reader.read(text, ended=self.finished)
+            parts = self._reader.read(text, ended=self.finished, hidden=self._hidden_stop)
             offsets = (token.text_offset for token in tokens)
             self._num_reasoning_tokens = self._reader.num_reasoning(offsets)
         return Delta(

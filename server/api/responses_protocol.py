@@ -152,7 +152,7 @@ class ResponsesRequest(SamplingFields):
         }
         form = self.text.format
         if form.type == "json_schema":
-            schema = {"name": form.name, "schema": form.json_schema or {}}
+            schema = {"name": form.name, "schema": form.json_schema}
             fields["response_format"] = {"type": form.type, "json_schema": schema}
         elif form.type == "json_object":
             fields["response_format"] = {"type": form.type}

@@ -17,8 +17,9 @@ from ..http.errors import APIError, cut, invalid_value, unavailable, unsupported
 
 MAX_REASON_CHARS = 300
 _SOURCE_LINE = re.compile(r"^ *(\d+ \| .*|\^)$", re.MULTILINE)
-# JSON may have white space, but not endless: a model that is at a loss would print it for ever.
-WHITESPACE = r"[ \t\r\n]{1,64}"
+# JSON may be indented, but a model that is at a loss would print white space for ever: so a line
+# break comes first, and no second one.
+WHITESPACE = r"(\r?\n[ \t]{0,20}|[ \t]{1,20})"
 
 
 def _parsed(value: object) -> object:
@@ -38,7 +39,9 @@ class GrammarText(NamedTuple):
 _COUNTS = {
     f"{bound}{what}" for bound in ("min", "max") for what in ("Items", "Length", "Properties")
 }
-_OPENAPI_FORMATS = {"int32", "int64", "float", "double", "byte", "binary", "password"}
+# Those that llguidance checks. It refuses others, which JSON Schema takes for annotations.
+_CHECKED_FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time"}
+_CHECKED_FORMATS |= {"uri", "uuid"}
 _MAPS_OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 _NO_SCHEMAS = {"const", "enum", "default", "examples"}
 
@@ -59,7 +62,7 @@ def _accepted(schema: Any) -> Any:
                 continue
             case "dependentRequired", _ if value == {}:
                 continue
-            case "format", str() if value in _OPENAPI_FORMATS:
+            case "format", str() if value not in _CHECKED_FORMATS:
                 continue
             case _, float() if key in _COUNTS and value.is_integer():
                 accepted[key] = int(value)
@@ -125,7 +128,7 @@ class NamedSchema(APIRequest):
     ignored_fields: ClassVar = frozenset({"description", "strict"})
 
     name: str | None = Field(default=None, min_length=1)
-    json_schema: JSONSchema = Field(default_factory=dict, alias="schema")
+    json_schema: JSONSchema | None = Field(default=None, alias="schema")  # None: any object
 
 
 class ResponseFormat(APIRequest):
@@ -145,11 +148,10 @@ class ResponseFormat(APIRequest):
         return self
 
     def grammar_text(self) -> GrammarText | None:
-        if self.json_schema is not None:
-            return lark_of_schema(self.json_schema.json_schema)
         if self.type == "text":
             return None
-        return lark_of_schema(self.object_schema or {"type": "object"})
+        schema = self.json_schema.json_schema if self.json_schema else self.object_schema or None
+        return lark_of_schema({"type": "object"} if schema is None else schema)
 
 
 class GrammarChecker:

@@ -52,7 +52,8 @@ class MessageParser(ABC):
     def push(self, text: str) -> list[Part]: ...
 
     @abstractmethod
-    def flush(self) -> list[Part]: ...
+    def flush(self, hidden: str = "") -> list[Part]:
+        """The rest, at the end of the text. It ended before a stop: `hidden` is how that begins."""
 
     def _begin_reasoning(self, at: int) -> None:
         self.reasoning.append((at, math.inf))
@@ -134,7 +135,9 @@ class MarkerParser(MessageParser):
     def push(self, text: str) -> list[Part]:
         return self._read(text, ended=False)
 
-    def flush(self) -> list[Part]:
+    def flush(self, hidden: str = "") -> list[Part]:
+        if self._is_marker(self._tail, hidden):
+            self._tail = ""
         parts = self._read("", ended=True)
         if self._state is _State.CALL:
             parts += self._end_call("")
@@ -153,7 +156,7 @@ class MarkerParser(MessageParser):
             if marker[0] in self._ends[self._state]:
                 self.num_read = start + marker.start()
                 parts += self._add(text[at : marker.start()])
-                if self._calls_are_json and self._stream is not None and self._stream.in_string:
+                if self._is_text_of_call:
                     at = marker.start()
                     continue
                 self.num_read = start + marker.end()
@@ -167,6 +170,19 @@ class MarkerParser(MessageParser):
         self._tail = text[end:]
         self.num_read = start + end
         return parts + self._add(text[at:end])
+
+    def _is_marker(self, tail: str, hidden: str) -> bool:
+        """Whether the end of the text is the shown part of a marker that a stop begins within."""
+        ends = self._open if self._state is _State.START else self._ends[self._state]
+        if not hidden or not tail or self._is_text_of_call:
+            return False
+        written = tail + hidden
+        return any(written.startswith(end) or end.startswith(written) for end in ends)
+
+    @property
+    def _is_text_of_call(self) -> bool:
+        """Whether a marker would be text, because it stands within a string of a call."""
+        return self._calls_are_json and self._stream is not None and self._stream.in_string
 
     def _begin(self, text: str, *, ended: bool) -> str:
         """Decide by the first characters; returns the text after leading blanks."""

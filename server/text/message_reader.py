@@ -47,14 +47,14 @@ class MessageReader:
         """Whether it can tell calls or reasoning from content."""
         return self._parser is not None
 
-    def read(self, text: str, *, ended: bool) -> list[Part]:
-        """The parts that this text adds; `ended` if it is the last."""
+    def read(self, text: str, *, ended: bool, hidden: str = "") -> list[Part]:
+        """The parts that this text adds; `ended` if it is the last. `hidden` as in `flush`."""
         if self._parser is None:
             self._num_chars += len(text)
             return [Text(text, end=self._num_chars)] if text and not self._calls_only else []
         parts = self._parser.push(text)
         if ended:
-            parts += self._parser.flush()
+            parts += self._parser.flush(hidden)
             self._ended = True
         return [told for part in parts if (told := self._told(part)) is not None]
 
@@ -106,7 +106,7 @@ class RawCall(MessageParser):
         self._begun |= bool(text)
         return [*start, CallArguments(text)] if text else []
 
-    def flush(self) -> list[Part]:
+    def flush(self, hidden: str = "") -> list[Part]:
         return []
 
 

@@ -62,7 +62,7 @@ class TemplateParser(MessageParser):
         self._num_unread_chars += len(text)
         return [] if self._num_unread_chars < self._least_chars() else self._read(ended=False)
 
-    def flush(self) -> list[Part]:
+    def flush(self, hidden: str = "") -> list[Part]:
         return self._read(ended=True)
 
     def _read(self, *, ended: bool) -> list[Part]:

@@ -15,7 +15,8 @@ from llguidance import LLMatcher
 from pydantic import BaseModel
 from tiny_server import serving
 
-from outrider.server.grammar.structured_outputs import lark_of_schema
+from outrider.server.api.responses_protocol import ResponsesRequest
+from outrider.server.grammar.structured_outputs import ResponseFormat, lark_of_schema
 from outrider.server.text.tokenizer import Tokenizer
 
 EOS = 0
@@ -146,6 +147,11 @@ def test_a_grammar_may_have_thousands_of_alternatives(tiny: Serve) -> None:
         {"type": "array", "uniqueItems": False, "minItems": 1.0, "maxItems": 2e0},
         {"type": "string", "format": "password", "maxLength": 8.0},
         {"anyOf": [{"format": "int32"}, {"items": {"format": "byte"}}]},
+        {"properties": {"format": {"type": "string", "format": "path"}}},
+        *(
+            {"type": "string", "format": name}
+            for name in ("uuid4", "uri-reference", "regex", "ipvanyaddress", "file-path", "x y")
+        ),
         # A record of Zod's.
         {
             "type": "object",
@@ -165,6 +171,45 @@ def test_keywords_without_effect_and_integers_as_floats_are_taken(schema: dict[s
 )
 def test_keywords_with_an_effect_are_not_dropped(schema: dict[str, Any]) -> None:
     assert "Unimplemented" in LLMatcher.validate_grammar(lark_of_schema(schema).text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("date", "2024-02-29"),
+        ("date-time", "2024-02-29T12:00:00Z"),
+        ("duration", "P1D"),
+        ("email", "a@b.org"),
+        ("hostname", "b.org"),
+        ("ipv4", "127.0.0.1"),
+        ("ipv6", "::1"),
+        ("time", "12:00:00Z"),
+        ("uri", "http://b.org/"),
+        ("uuid", "00000000-0000-0000-0000-000000000000"),
+    ],
+)
+def test_formats_that_can_be_checked_are(name: str, value: str) -> None:
+    schema = {"type": "string", "format": name}
+    assert LLMatcher.validate_grammar(lark_of_schema(schema).text) == ""
+    assert LLMatcher.validate_grammar(lark_of_schema(schema | {"pattern": "^[éü]*$"}).text) != ""
+    longest = schema | {"maxLength": len(value)}
+    assert LLMatcher.validate_grammar(lark_of_schema(longest).text) == ""
+
+
+@pytest.mark.parametrize("named", [{"name": "x"}, {"name": "x", "schema": None}])
+def test_json_without_a_schema_is_an_object(named: dict[str, Any]) -> None:
+    form = {"type": "json_schema", "json_schema": named}
+    wanted = lark_of_schema({"type": "object"})
+    assert ResponseFormat.model_validate(form).grammar_text() == wanted
+    body = {"input": "x", "text": {"format": {"type": "json_schema"} | named}}
+    asked = ResponsesRequest.model_validate(body).as_chat([]).response_format
+    assert asked is not None
+    assert asked.grammar_text() == wanted
+
+
+def test_an_empty_schema_allows_any_value() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    assert ResponseFormat.model_validate(form).grammar_text() == lark_of_schema({})
 
 
 def test_properties_and_values_that_are_called_like_keywords_stay() -> None:

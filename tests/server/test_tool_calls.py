@@ -14,6 +14,7 @@ from served import Served
 from socket_server import on_a_socket
 from tokenizers_for_tests import byte_level_wrapper
 
+from outrider.engine.api import NewRequest, RequestOutput
 from outrider.server.api.chat_protocol import Message
 from outrider.server.text.message_format import MessageFormat, shows_reasoning
 from outrider.server.text.message_parser import MarkerParser, Text
@@ -371,6 +372,53 @@ def test_answer_that_a_stop_string_ends_is_not_ended_by_its_calls(
     (choice,) = chat(served, stop="Ro").json()["choices"]
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "Ro")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "stop", "reasoning", "content"),
+    [
+        ("<think>Hm.</think>\nYes.", "k>\n", "Hm.", None),
+        ("<think>Hm.</think>\nYes.", ">\nYes", "Hm.", None),
+        ("<think>Hm.</think>Yes.", "/think", "Hm.", None),
+        ("<think>a </b c</think>Yes.", "b", "a </", None),
+        ("<think>a <", "b", "a <", None),
+        ("Well. <think>Hm.</think>", "ink>Hm", None, "Well. "),
+        ("Hi <tool_call>{}</tool_call>", "call>{}", None, "Hi "),
+        ("a </th", "th", None, "a </"),  # no marker, outside reasoning
+        ("a < b", "b", None, "a < "),
+    ],
+)
+def test_a_stop_that_begins_within_a_marker_leaves_no_piece_of_it(
+    text: str, stop: str, reasoning: str | None, content: str | None, stream: bool
+) -> None:
+    tokenizer = reasoning_tokenizer()
+    served = Served(lambda request: [], tokenizer, tool_call_format="hermes")
+    reply = chat(stopping(served, tokenizer, text), stop=stop, stream=stream)
+    if stream:
+        deltas = [chunk["choices"][0]["delta"] for chunk in reply.chunks]
+        message = {
+            name: "".join(delta.get(name) or "" for delta in deltas) or None
+            for name in ("reasoning", "content")
+        }
+    else:
+        message = reply.json()["choices"][0]["message"]
+    assert (message.get("reasoning") or None, message["content"] or None) == (reasoning, content)
+
+
+def test_a_stop_token_that_ends_a_marker_leaves_no_piece_of_it() -> None:
+    tokenizer = reasoning_tokenizer()
+    ids = tokenizer.encode("<think>Hm.</think>", add_special_tokens=False)
+    assert tokenizer.token_text(ids[-1]) in "ink>"
+
+    def play(request: NewRequest) -> list[RequestOutput]:
+        name, last = request.request_id, ids[-1]
+        return [
+            RequestOutput(request_id=name, token_ids=ids, finish_reason="stop", stop_token_id=last)
+        ]
+
+    message = chat(Served(play, tokenizer), stop_token_ids=ids[-1:]).json()["choices"][0]["message"]
+    assert message["reasoning"] == "Hm."
 
 
 @pytest.mark.parametrize("fields", [{"tools": None}, {"tool_choice": "none"}])
