@@ -93,14 +93,13 @@ def _token_bias_kernel(
     position = tl.load(rows.position + i)
     logits_ptr += tl.load(rows.row + i) * logits_stride
     num_entries = tl.load(token_bias.num_entries + slot)
+    ids_ptr = token_bias.token_ids + slot * entries_stride
+    until_ptr = token_bias.banned_until + slot * entries_stride
     num_left = 0  # other tokens, counted until there is one; before, less those that are banned
     for first in range(0, num_entries, LANES):
         entry = first + tl.arange(0, LANES)
-        at = slot * entries_stride + entry
-        token = tl.load(token_bias.token_ids + at, mask=entry < num_entries, other=vocab_size)
-        exists = token < vocab_size
-        banned = position < tl.load(token_bias.banned_until + at, mask=exists, other=0)
-        logit = tl.load(logits_ptr + token, mask=exists & banned, other=-float("inf"))
+        token, banned = _banned(ids_ptr, until_ptr, entry, num_entries, position, vocab_size)
+        logit = tl.load(logits_ptr + token, mask=banned, other=-float("inf"))
         num_left -= tl.sum((logit != -float("inf")).to(tl.int32))
     first = 0
     while (num_left <= 0) & (first < vocab_size):
@@ -110,12 +109,18 @@ def _token_bias_kernel(
         first += BLOCK
     for first in range(0, num_entries, LANES):
         entry = first + tl.arange(0, LANES)
-        at = slot * entries_stride + entry
-        exists = entry < num_entries
-        token = tl.load(token_bias.token_ids + at, mask=exists, other=vocab_size)
-        exists &= token < vocab_size
-        bias = tl.load(token_bias.bias + at, mask=exists, other=0.0)
-        banned = position < tl.load(token_bias.banned_until + at, mask=exists, other=0)
+        token, banned = _banned(ids_ptr, until_ptr, entry, num_entries, position, vocab_size)
+        exists = token < vocab_size
+        bias_ptr = token_bias.bias + slot * entries_stride
+        bias = tl.load(bias_ptr + entry, mask=exists, other=0.0)
         logit = tl.load(logits_ptr + token, mask=exists, other=0.0).to(tl.float32)
         logit += tl.where(banned & (num_left > 0), -float("inf"), bias)  # NaN stays
         tl.store(logits_ptr + token, logit, mask=exists)
+
+
+@triton.jit
+def _banned(ids_ptr, until_ptr, entry, num_entries, position, vocab_size):
+    """The tokens of entries, and whether they are banned; where there is none, vocab_size."""
+    token = tl.load(ids_ptr + entry, mask=entry < num_entries, other=vocab_size)
+    banned = position < tl.load(until_ptr + entry, mask=token < vocab_size, other=0)
+    return token, banned
