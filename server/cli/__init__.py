@@ -15,6 +15,7 @@ from .models import models_app
 from .run_batch import run_batch_command
 from .serve import EXAMPLES as SERVE_EXAMPLES
 from .serve import serve_command
+from .setting_flags import PlainHelp
 
 EXAMPLES = """\
 Examples:
@@ -39,7 +40,7 @@ app = typer.Typer(
     epilog=EXAMPLES,
 )
 _SERVING, _MODELS = "Serve and try", "Models and settings"
-app.command("serve", rich_help_panel=_SERVING, epilog=SERVE_EXAMPLES)(serve_command)
+app.command("serve", cls=PlainHelp, rich_help_panel=_SERVING, epilog=SERVE_EXAMPLES)(serve_command)
 app.command("chat", rich_help_panel=_SERVING)(chat_command)
 app.command("bench", rich_help_panel=_SERVING)(bench_command)
 app.command("run-batch", rich_help_panel=_SERVING)(run_batch_command)

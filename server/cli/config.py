@@ -38,7 +38,7 @@ DraftOption = Annotated[
     typer.Option(
         metavar="MODEL",
         help="A smaller model with the same tokenizer, a head, or mtp. \\[default: the best known]",
-        rich_help_panel="Models and speculation",
+        rich_help_panel="Draft",
     ),
 ]
 
@@ -75,11 +75,14 @@ def _nearest_config(model: str) -> str | None:
 
 
 def settings_or_exit(
-    config: Path | None, assignments: list[str] | None, flags: dict[str, object] | None = None
+    config: Path | None,
+    assignments: list[str] | None,
+    flags: dict[str, object] | None = None,
+    flag_names: dict[str, str] | None = None,
 ) -> Settings:
     """Load the settings of a command; if they are wrong, say why and exit with status 2."""
     try:
-        return load_settings(config, assignments or (), flags)
+        return load_settings(config, assignments or (), flags, flag_names=flag_names)
     except SettingsError as error:
         give_up(error, 2)
 

@@ -13,6 +13,7 @@ from typing import get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from .settings import Settings
 
@@ -31,11 +32,13 @@ def load_settings(
     assignments: Sequence[str] = (),
     flags: Mapping[str, object] | None = None,
     environ: Mapping[str, str] | None = None,
+    flag_names: Mapping[str, str] | None = None,
 ) -> Settings:
     """Merge all sources; later ones override earlier ones: file, environment, `--set`, flags.
 
     `config` is a file, or the name of one in configs/ without its suffix. `assignments` are
-    `section.key=value` texts, `flags` map `section.key` to a value, where None means not given.
+    `section.key=value` texts. `flags` map `section.key` to a value, where None means not given;
+    errors name it by `flag_names`, if given.
     Raises SettingsError.
     """
     given = dict(
@@ -43,7 +46,7 @@ def load_settings(
             () if config is None else _from_file(config),
             _from_environment(os.environ if environ is None else environ),
             _from_assignments(assignments),
-            _from_flags(flags or {}),
+            _from_flags(flags or {}, flag_names or {}),
         )
     )
     sections: dict[str, dict[str, object]] = {}
@@ -112,7 +115,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
             key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1)
             source = f"environment variable {variable}"
             _check_key(key, source)
-            if not text and _is_list(key):
+            if not text and is_list(key):
                 continue  # compose files pass variables on that nobody has set
             yield key, (_parse_text(key, text), source)
 
@@ -128,11 +131,12 @@ def _from_assignments(assignments: Sequence[str]) -> Iterator[_Given]:
         yield key, (_parse_text(key, text.strip()), source)
 
 
-def _from_flags(flags: Mapping[str, object]) -> Iterator[_Given]:
+def _from_flags(flags: Mapping[str, object], names: Mapping[str, str]) -> Iterator[_Given]:
     for key, value in flags.items():
         _check_key(key, "flag")
         if value is not None:
-            yield key, (value, f"--{key.split('.')[1].replace('_', '-')}")
+            shown = "" if isinstance(value, (bool, list, tuple)) else f" {value}"
+            yield key, (value, f"{names.get(key, key)}{shown}")
 
 
 def _check_key(key: str, source: str) -> None:
@@ -153,7 +157,7 @@ def _parse_text(key: str, text: str) -> object:
     """A value given as text; pydantic turns plain text into numbers and booleans itself."""
     if type(None) in get_args(setting_keys()[key].annotation) and text.lower() in ("", "none"):
         return None
-    if _is_list(key):
+    if is_list(key):
         if text.startswith("["):
             try:
                 return json.loads(text)
@@ -163,7 +167,8 @@ def _parse_text(key: str, text: str) -> object:
     return text
 
 
-def _is_list(key: str) -> bool:
+def is_list(key: str) -> bool:
+    """Whether a setting is a list."""
     annotation = setting_keys()[key].annotation
     return any(Ellipsis in get_args(part) for part in (annotation, *get_args(annotation)))
 
@@ -171,14 +176,41 @@ def _is_list(key: str) -> bool:
 def _describe(error: ValidationError, given: Mapping[str, tuple[object, str]]) -> str:
     lines = []
     for problem in error.errors(include_url=False):
-        message = problem["msg"].removeprefix("Value error, ")
         key = ".".join(str(part) for part in problem["loc"][:2])
+        message = _in_words(problem)
         if problem["type"] == "string_pattern_mismatch":
             message = setting_keys()[key].description or message
-        if key in given:
-            value, source = given[key]
-            shown = "" if "api_keys" in key else f" is {value!r}:"
-            lines.append(f"{source}: `{key}`{shown} {message}")
-        else:
+        if key not in given:
             lines.append(f"{key}: {message}" if key else message)
+            continue
+        value, source = given[key]
+        if "api_keys" in key:
+            lines.append(f"`{key}`: {message}")
+        elif source.startswith("-") and not source.startswith("--set "):  # it shows the value
+            lines.append(f"{source}: {message}")
+        else:
+            lines.append(f"{source}: `{key}` is {value!r}: {message}")
     return "\n".join(lines)
+
+
+def _in_words(problem: ErrorDetails) -> str:
+    """What a value must be, as a person would say it."""
+    context = problem.get("ctx", {})
+    match problem["type"]:
+        case "less_than_equal":
+            return f"at most {context['le']}"
+        case "greater_than_equal":
+            return f"at least {context['ge']}"
+        case "greater_than":
+            return f"it must be more than {context['gt']}"
+        case "int_parsing" | "int_type" | "int_from_float":
+            return "it must be a whole number"
+        case "float_parsing" | "float_type" | "finite_number":
+            return "it must be a number"
+        case "bool_parsing" | "bool_type":
+            return "it must be true or false"
+        case "literal_error":
+            return f"it must be {context['expected']}"
+        case "string_too_short":
+            return "it must not be empty"
+    return problem["msg"].removeprefix("Value error, ")

@@ -303,5 +303,5 @@ def test_the_version_is_told() -> None:
 def test_help_shows_examples_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     shown = CliRunner().invoke(app, ["serve", "--help"]).output
-    for part in ("outrider serve Qwen/Qwen3-8B", "[default: 8000]", "Models and speculation"):
+    for part in ("outrider serve Qwen/Qwen3-8B", "[default: 8000]", "Speculation:"):
         assert part in shown

@@ -3,8 +3,12 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from outrider.server.config.settings_loader import SettingsError, load_settings
+from outrider.server.cli import app
+from outrider.server.config.flags import flag_names
+from outrider.server.config.settings import Settings
+from outrider.server.config.settings_loader import SettingsError, load_settings, setting_keys
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -221,3 +225,57 @@ def test_broken_config_files_are_named(tmp_path: Path) -> None:
 def test_there_is_a_config_for_each_proposer() -> None:
     proposers = {load_settings(path, environ={}).speculation.proposer for path in CONFIGS}
     assert proposers == {"draft_model", "ngram", "none"}
+
+
+def test_every_setting_has_a_flag_of_its_own() -> None:
+    names = flag_names()
+    assert names.keys() == setting_keys().keys()
+    assert len(set(names.values())) == len(names)
+    assert names["engine.max_model_len"] == "--max-model-len"
+    assert (names["target.dtype"], names["draft.dtype"]) == ("--dtype", "--draft-dtype")
+    assert names["cache.dtype"] == "--cache-dtype"
+    assert names["server.shutdown_timeout_s"] == "--shutdown-timeout"
+    assert names["server.api_keys"] == "--api-key"
+
+
+def test_help_shows_every_flag_whole_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, ["serve", "--help"]).output
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 90  # examples are not wrapped
+    flags = {part.strip(",") for line in lines for part in line.split() if part.startswith("-")}
+    assert flags >= set(flag_names().values())
+    assert "<str>" not in shown
+
+
+def test_flags_set_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Settings] = []
+    monkeypatch.setattr("outrider.server.http.serving.serve", lambda s: served.append(s) or 0)
+    flags = ["--max-model-len", "512", "--max-num-seqs", "4", "--dtype", "float32", "--no-ui"]
+    flags += ["--allowed-host", "a", "--allowed-host", "b", "--cache-dtype", "auto", "-k", "3"]
+    result = CliRunner().invoke(app, ["serve", *flags])
+    assert result.exit_code == 0, result.output
+    (settings,) = served
+    assert (settings.engine.max_model_len, settings.scheduler.max_num_seqs) == (512, 4)
+    assert (settings.target.dtype, settings.server.ui) == ("float32", False)
+    assert settings.server.allowed_hosts == ("a", "b")
+    assert settings.speculation.num_speculative_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["-k", "99"], "-k 99: at most 32"),
+        (["--port", "-1"], "--port -1: at least 0"),
+        (["--max-model-len", "many"], "--max-model-len many: it must be a whole number"),
+        (["--dtype", "int4"], "--dtype int4: it must be 'auto', 'float32', 'bfloat16' or"),
+        (["--shutdown-timeout", "nan"], "--shutdown-timeout nan: it must be a number"),
+        (["./no-such-model"], "'./no-such-model' does not exist"),
+        (["a/b", "--model", "c/d"], "MODEL and --model name the same thing"),
+    ],
+)
+def test_a_wrong_flag_is_refused_in_a_line(flags: list[str], reason: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *flags])
+    assert result.exit_code in (1, 2)
+    assert reason in result.output
+    assert len(result.output.splitlines()) == 1
