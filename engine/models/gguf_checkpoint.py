@@ -84,6 +84,14 @@ def why_unpacked(file: GgufFile) -> str | None:
     return None
 
 
+def missing_tensors(file: GgufFile) -> list[str]:
+    """The tensors of a Llama that its file lacks, by name. Raises KeyError without block_count."""
+    stems = [_OUTER[EMBEDDING], _OUTER["model.norm"]]
+    for i in range(file.metadata["llama.block_count"]):
+        stems += [f"blk.{i}.{name}" for name in _INNER.values()]
+    return [name for name in (f"{stem}.weight" for stem in stems) if name not in file.entries]
+
+
 class GgufCheckpoint(AnyCheckpoint):
     """The tensors of a GGUF file under transformers' names.
 

@@ -14,8 +14,8 @@ from outrider.kernels.cpu.packing import Codes, Layout
 
 FILE_NAME = "model.gguf"  # in a model directory
 
-_MAGIC, _VERSIONS = b"GGUF", (2, 3)
-_DEFAULT_ALIGNMENT = 32
+MAGIC, _VERSIONS = b"GGUF", (2, 3)
+DEFAULT_ALIGNMENT = 32
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 
@@ -97,10 +97,12 @@ FORMATS = {
 }
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    """Where and how a tensor is stored."""
+
     shape: tuple[int, ...]  # in torch's order: GGUF stores the dimensions reversed
     type_id: int
-    offset: int
+    offset: int  # in the file's data
 
 
 class GgufFile:
@@ -112,7 +114,8 @@ class GgufFile:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = 0
         self.metadata: dict[str, Any] = {}
-        self._entries: dict[str, _Entry] = {}
+        self.raw_metadata: dict[str, bytes] = {}  # each with its key, as it is written in the file
+        self.entries: dict[str, Entry] = {}
         try:
             self._read_header()
         except (struct.error, KeyError, UnicodeDecodeError, OverflowError, MemoryError) as error:
@@ -120,11 +123,16 @@ class GgufFile:
 
     @property
     def names(self) -> list[str]:
-        return list(self._entries)
+        return list(self.entries)
+
+    @property
+    def data(self) -> memoryview:
+        """All tensors, as they are stored."""
+        return memoryview(self._bytes)[min(self._start, len(self._bytes)) :]
 
     def format_of(self, name: str) -> Format:
         """Raises UnknownFormatError naming the type."""
-        type_id = self._entries[name].type_id
+        type_id = self.entries[name].type_id
         if type_id not in FORMATS:
             from gguf import GGMLQuantizationType  # which the engine otherwise does without
 
@@ -135,11 +143,11 @@ class GgufFile:
         return FORMATS[type_id]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        return self._entries[name].shape
+        return self.entries[name].shape
 
     def read(self, name: str) -> Codes:
         """A tensor as a matrix; one dimension becomes one row. Raises UnknownFormatError."""
-        format_, entry = self.format_of(name), self._entries[name]
+        format_, entry = self.format_of(name), self.entries[name]
         num_rows, width = math.prod(entry.shape[:-1]), entry.shape[-1]
         row_bytes = width // format_.block * format_.block_bytes
         end = self._start + entry.offset + num_rows * row_bytes
@@ -150,7 +158,7 @@ class GgufFile:
         return format_.read(blocks.view(num_rows, -1, format_.block_bytes))
 
     def _read_header(self) -> None:
-        if self._bytes[:4] != _MAGIC:
+        if self._bytes[:4] != MAGIC:
             raise ValueError("it is no GGUF file")
         self._at = 4
         (version,) = self._take("I")
@@ -158,16 +166,19 @@ class GgufFile:
             raise ValueError(f"it is of GGUF version {version}; 2 and 3 are known")
         num_tensors, num_entries = self._take("QQ")
         for _ in range(num_entries):
-            key = self._take_string()
+            first, key = self._at, self._take_string()
             self.metadata[key] = self._take_value(*self._take("I"))
+            self.raw_metadata[key] = self._bytes[first : self._at]
         for _ in range(num_tensors):
             name = self._take_string()
             (num_dims,) = self._take("I")
             if num_dims == 0:
                 raise struct.error(f"{name} has no dimensions")
+            if name in self.entries:
+                raise struct.error(f"{name} is there twice")
             dims = self._take(f"{num_dims}Q")
-            self._entries[name] = _Entry(tuple(reversed(dims)), *self._take("IQ"))
-        alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+            self.entries[name] = Entry(tuple(reversed(dims)), *self._take("IQ"))
+        alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise struct.error(f"general.alignment is {alignment!r}")
         self._start = -(-self._at // alignment) * alignment

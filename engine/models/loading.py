@@ -168,7 +168,8 @@ class _Loader:
         del original  # it holds views of weights, which could not be freed when they are packed
         if reason is not None:
             return None, f"our decoder computes {reason} differently"
-        warn_of_unread(self.config.path, checkpoint.unread(), self.hf_config, ignored)
+        text_config = self.hf_config.get_text_config()
+        warn_of_unread(self.config.path, checkpoint.unread(), text_config, ignored)
         if is_cpu:
             decoder = self._packed(decoder)
             self._set_up(decoder)

@@ -46,7 +46,8 @@ def load_pretrained(
     model: PreTrainedModel = loaded[0]
     _check_loaded(loaded[1])
     ignored = model._keys_to_ignore_on_load_unexpected
-    warn_of_unread(str(path), loaded[1]["unexpected_keys"], model.config, ignored)
+    text_config = model.config.get_text_config()
+    warn_of_unread(str(path), loaded[1]["unexpected_keys"], text_config, ignored)
     return model
 
 

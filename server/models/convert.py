@@ -5,13 +5,18 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from outrider.engine.api import ReportProgress
 
 from .store import ModelError
+
+if TYPE_CHECKING:
+    from outrider.engine.models.gguf_file import GgufFile
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +25,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 # GGUF's general.file_type; all others are quantised, and bfloat16 is precise enough for them.
 _UNQUANTISED_DTYPES = {0: "float32", 1: "float16"}
 # Names of tokenizer.ggml.pre. transformers knows some of them, and silently splits text for any
@@ -29,8 +35,31 @@ _GPT2_SPLIT = {"gpt-2", "mpt", "olmo"}
 _DIGITS_THEN_GPT2_SPLIT = {"smollm", "starcoder", "refact"}
 
 
+def parts_of(path: Path) -> list[Path]:
+    """The files of the model that begins with this one, by their names.
+
+    Raises ModelError naming the parts that are missing, or the first if it was not given.
+    """
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return [path]
+    stem, number, total = found.groups()
+    if int(number) > int(total):
+        raise ModelError(f"{path} is part {int(number)} of {int(total)} by its name")
+    names = [f"{stem}-{i:05}-of-{total}{path.suffix}" for i in range(1, int(total) + 1)]
+    parts = [path.with_name(name) for name in names]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise ModelError(
+            f"{path} is one of {int(total)} parts, of which {len(missing)} are missing: "
+            f"{', '.join(missing[:3])}; put all of them into one folder"
+        )
+    if path != parts[0]:
+        raise ModelError(f"{path} is not the first part of its model: give {parts[0].name}")
+    return parts
+
+
 def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> None:
-    """Fill `folder` with the weights, config and tokenizer of a GGUF file.
+    """Fill `folder` with the weights, config and tokenizer of a GGUF file, or of all of its parts.
 
     The weights stay in the file if the engine can read them there; otherwise they are unpacked.
     Raises ModelError if the file cannot be read, or its model or tokenizer cannot be rebuilt
@@ -42,19 +71,26 @@ def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> N
     from outrider.engine.models.gguf_checkpoint import why_misread, why_unpacked
     from outrider.engine.models.gguf_file import FILE_NAME, GgufFile, UnknownFormatError
 
+    from .gguf_parts import join, open_whole
     from .gguf_rope import ROPE_FACTORS, llama3_rope
 
     stage = f"Converting {source.name}"
     progress(stage, 0, 0)
+    held = folder / FILE_NAME  # by itself: transformers would also read what lies beside the source
     try:
-        file = GgufFile(source)
+        parts = open_whole(parts_of(source))
+        if len(parts) > 1:
+            join(parts, held)
+        else:
+            held.symlink_to(source.resolve())
+        file = GgufFile(held)
         rope = llama3_rope(file)
         if ignored := why_misread(file, () if rope is None else (ROPE_FACTORS,)):
             raise ModelError(
                 f"cannot convert {source}: it has {ignored}, which would be left out, and what is "
                 "left is another model; use the model's original directory or hub id instead"
             )
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE_NAME)
         _fix_pre_tokenizer(
             tokenizer.backend_tokenizer, file.metadata.get("tokenizer.ggml.pre"), source
         )
@@ -63,10 +99,12 @@ def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> N
         except UnknownFormatError as error:
             reason = str(error)
         if reason is None:
-            _keep_file(source, folder, FILE_NAME, rope)
+            _keep_file(held, file, rope)
         else:
             log.info("the weights of %s are unpacked: %s", source.name, reason)
-            _unpack(source, folder, file.metadata.get("general.file_type", -1), rope)
+            _warn_of_later_layers(source, file)
+            _unpack(held, folder, file.metadata.get("general.file_type", -1), rope)
+            held.unlink()
         tokenizer.save_pretrained(folder)
         _drop_invented_tokens(folder, len(file.metadata["tokenizer.ggml.tokens"]))
     except (ValueError, KeyError, NotImplementedError) as error:
@@ -74,30 +112,49 @@ def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> N
     progress(stage, 1, 1)
 
 
-def _keep_file(source: Path, folder: Path, name: str, rope: dict[str, Any] | None) -> None:
-    """Keep the file itself, with a config beside it."""
+def _warn_of_later_layers(source: Path, file: "GgufFile") -> None:
+    """transformers leaves layers out that the metadata do not count."""
+    from outrider.engine.models.unread import layer_of, warn_of_unread
+
+    num_layers = file.metadata[f"{file.metadata['general.architecture']}.block_count"]
+    later = [name for name in file.names if layer_of(name) >= num_layers]
+    warn_of_unread(str(source), later, SimpleNamespace(num_hidden_layers=num_layers))
+
+
+def _keep_file(held: Path, file: "GgufFile", rope: dict[str, Any] | None) -> None:
+    """Keep the file itself, with a config beside it. Raises ValueError if tensors are missing."""
     from transformers import AutoConfig, GenerationConfig
 
-    config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    from outrider.engine.models.gguf_checkpoint import missing_tensors
+
+    if missing := missing_tensors(file):
+        raise ValueError(f"it lacks {', '.join(missing[:3])}; get the file again")
+    config = AutoConfig.from_pretrained(held.parent, gguf_file=held.name)
     config.dtype = "bfloat16"  # of everything but the weights
     config.rope_parameters = rope or config.rope_parameters
     config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    GenerationConfig.from_model_config(config).save_pretrained(folder)
-    try:
-        os.link(source, folder / name)
-    except OSError:  # another disk, or one without links
-        shutil.copyfile(source, folder / name)
+    config.save_pretrained(held.parent)
+    GenerationConfig.from_model_config(config).save_pretrained(held.parent)
+    if held.is_symlink():
+        source = held.readlink()
+        held.unlink()
+        try:
+            os.link(source, held)
+        except OSError:  # another disk, or one without links
+            shutil.copyfile(source, held)
 
 
-def _unpack(source: Path, folder: Path, file_type: int, rope: dict[str, Any] | None) -> None:
+def _unpack(held: Path, folder: Path, file_type: int, rope: dict[str, Any] | None) -> None:
+    """Write the weights as transformers reads them. Raises ValueError if some are missing."""
     import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers import GgufConfig
+
+    from outrider.engine.models.pretrained import load_pretrained
 
     with contextlib.redirect_stderr(io.StringIO()):  # some of its progress bars have no switch
-        model = AutoModelForCausalLM.from_pretrained(
-            source.parent,
-            gguf_file=source.name,
+        model = load_pretrained(
+            held,
+            None,
             dtype=getattr(torch, _UNQUANTISED_DTYPES.get(file_type, "bfloat16")),
             quantization_config=GgufConfig(dequantize=True),  # otherwise save_pretrained raises
         )

@@ -17,14 +17,15 @@ from outrider.engine.models.weight_files import (
 
 from ..config.settings import looks_like_path
 from . import builtin, hub, store
-from .convert import gguf_to_directory
+from .convert import gguf_to_directory, parts_of
 from .store import ModelError
 
 log = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Increase when the conversion of GGUF files changes its output, or refuses more of them.
-_GGUF_RECIPE = 3
+_GGUF_RECIPE = 4
+_MADE_FROM_GGUF = re.compile(r" mtime \d+, recipe (\d+)$")
 _MAX_POINTER_BYTES = 1024  # by the specification of Git LFS
 
 
@@ -59,8 +60,7 @@ def resolve(
     if path.is_dir():
         return _checked(path.absolute(), model)
     if path.suffix.lower() == ".gguf":
-        _refuse_pointer(path)
-        return _convert_gguf(path.resolve(), progress)
+        return _convert_gguf(path.absolute(), progress)
     raise ModelError(
         f"{model!r} is a file, but no GGUF file; give a model directory, a .gguf file, or a hub id"
     )
@@ -72,7 +72,7 @@ def find(model: str, revision: str | None = None) -> Path:
     if model in builtin.BUILTINS:
         found = store.find(model, builtin.BUILTINS[model].source)
     elif path.is_file():
-        found = store.find(*_gguf_entry(path.resolve()))
+        found = store.find(*_gguf_entry(path))
     elif path.exists() or not _HUB_ID.fullmatch(model):
         return resolve(model, revision)
     else:
@@ -93,17 +93,37 @@ def _unknown(model: str) -> str:
 
 
 def _gguf_entry(path: Path) -> tuple[str, str]:
-    """Name and source in the store; a file that is changed or replaced is another entry."""
-    state = path.stat()
-    source = f"{path}, {state.st_size} bytes, mtime {state.st_mtime_ns}, recipe {_GGUF_RECIPE}"
+    """Name and source in the store; a file that is changed or replaced is another entry.
+
+    Raises ModelError if it is one of several parts, and others are missing.
+    """
+    # Parts are found by their names, which what a link leads to may not have.
+    parts = [part.resolve() for part in parts_of(path.absolute())]
+    states = [(part, part.stat()) for part in parts]
+    told = [f"{part}, {state.st_size} bytes, mtime {state.st_mtime_ns}" for part, state in states]
+    source = f"{', '.join(told)}, recipe {_GGUF_RECIPE}"
     return f"{path.stem}-{hashlib.sha256(source.encode()).hexdigest()[:12]}", source
 
 
 def _convert_gguf(path: Path, progress: ReportProgress) -> Path:
     name, source = _gguf_entry(path)
+    for part in parts_of(path):
+        _refuse_pointer(part)
     return store.build(
         name, source, lambda folder: gguf_to_directory(path, folder, progress), progress
     )
+
+
+def _refuse_old_conversion(directory: Path, model: str) -> None:
+    """Raises ModelError if it was made from a GGUF file by an older recipe."""
+    if (directory / store.MANIFEST).is_file():
+        source = str(store.read_json(directory / store.MANIFEST).get("source"))
+        found = _MADE_FROM_GGUF.search(source)
+        if found and int(found[1]) < _GGUF_RECIPE:
+            raise ModelError(
+                f"{model!r} was converted by an older version of Outrider, which may have left out "
+                f"tensors; give the GGUF file itself, which is then converted again ({source})"
+            )
 
 
 def _refuse_pointer(file: Path) -> None:
@@ -139,6 +159,7 @@ def _checked(directory: Path, model: str) -> Path:
         )
     for file in directory.iterdir():
         _refuse_pointer(file)
+    _refuse_old_conversion(directory, model)
     if has_safetensors:
         if is_kept:
             raise ModelError(

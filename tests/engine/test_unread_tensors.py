@@ -40,7 +40,7 @@ def test_layers_that_the_config_leaves_out_are_named(
     changes = {"layer_types": ["full_attention"]} if architecture == "phi3" else {}
     change_config(model, num_hidden_layers=1, **changes)
     (told,) = warnings(model, caplog)
-    assert "of layers 1 to 1, and its config.json counts 1; they are not read: " in told
+    assert "of layers 1 to 1, and its config counts 1; they are not read: " in told
     assert first in told
 
 
@@ -83,5 +83,5 @@ def test_layers_of_a_gguf_file_that_are_left_out_are_named(
     assert warnings(model, caplog) == []
     write_llama(model / "model.gguf", Type.Q8_0, Type.Q8_0, num_layers=3)
     (told,) = warnings(model, caplog)
-    assert "9 of its tensors are of layers 2 to 2, and its config.json counts 2; they" in told
+    assert "9 of its tensors are of layers 2 to 2, and its config counts 2; they" in told
     assert ": blk.2." in told

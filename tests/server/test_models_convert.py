@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from tiny_pairs import write_tiny_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.engine.api import ignore_progress
+from outrider.engine.models.gguf_file import FILE_NAME, GgufFile
 from outrider.server.models.convert import gguf_to_directory
 from outrider.server.models.store import ModelError
 
@@ -132,3 +134,104 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"not a model" * 100)
     with pytest.raises(ModelError, match=r"cannot convert .*m\.gguf"):
         gguf_to_directory(tmp_path / "m.gguf", tmp_path, ignore_progress)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("small_first", [False, True])
+def test_all_parts_of_a_gguf_model_are_read(
+    small_first: bool, tmp_path: Path, folder: Path
+) -> None:
+    (tmp_path / "whole").mkdir()
+    gguf_to_directory(write_tiny_gguf(tmp_path / "m.gguf"), tmp_path / "whole", ignore_progress)
+    first = write_tiny_gguf(tmp_path / "m.gguf", part_tensors=6, small_first=small_first)
+    assert len(list(tmp_path.glob("m-0*"))) == 4 + small_first
+    gguf_to_directory(first, folder, ignore_progress)
+    expected, got = (load_file(path / "model.safetensors") for path in (tmp_path / "whole", folder))
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert {file.name for file in folder.iterdir()} == {
+        file.name for file in (tmp_path / "whole").iterdir()
+    }
+
+
+def test_parts_that_stay_as_they_are_become_one_file(tmp_path: Path, folder: Path) -> None:
+    whole = GgufFile(write_tiny_gguf(tmp_path / "m.gguf", type_=Type.Q8_0))
+    first = write_tiny_gguf(tmp_path / "m.gguf", type_=Type.Q8_0, part_tensors=5)
+    gguf_to_directory(first, folder, ignore_progress)
+    file = GgufFile(folder / FILE_NAME)
+    assert file.metadata == whole.metadata
+    assert file.names == whole.names
+    for name in whole.names:
+        assert torch.equal(file.read(name).dequantised(), whole.read(name).dequantised())
+
+
+def test_a_part_that_is_missing_or_not_the_first_is_named(tmp_path: Path, folder: Path) -> None:
+    first = write_tiny_gguf(tmp_path / "m.gguf", part_tensors=6)
+    second, third = (tmp_path / f"m-0000{i}-of-00004.gguf" for i in (2, 3))
+    with pytest.raises(ModelError, match=r"not the first part .* give m-00001-of-00004\.gguf"):
+        gguf_to_directory(second, folder, ignore_progress)
+    renamed = first.rename(tmp_path / "renamed.gguf")
+    with pytest.raises(ModelError, match=r"part 1 of 4 by its metadata, and 1 of 1 by the names"):
+        gguf_to_directory(renamed, folder, ignore_progress)
+    renamed.rename(first)
+    third.unlink()
+    with pytest.raises(ModelError, match=r"of which 1 are missing: m-00003-of-00004\.gguf; put"):
+        gguf_to_directory(first, folder, ignore_progress)
+
+
+def test_parts_of_two_models_are_refused(tmp_path: Path, folder: Path) -> None:
+    first = write_tiny_gguf(tmp_path / "m.gguf", part_tensors=6)
+    second, third = (tmp_path / f"m-0000{i}-of-00004.gguf" for i in (2, 3))
+    third.write_bytes(second.read_bytes())
+    with pytest.raises(ModelError, match=r"m-00003-of-00004\.gguf is part 2 of 4 by its metadata"):
+        gguf_to_directory(first, folder, ignore_progress)
+
+
+@pytest.mark.parametrize("part_tensors", [0, 6])
+@pytest.mark.parametrize("type_", [Type.F32, Type.Q8_0])
+def test_a_gguf_file_that_is_cut_short_is_refused(
+    type_: Type, part_tensors: int, tmp_path: Path, folder: Path
+) -> None:
+    source = write_tiny_gguf(tmp_path / "m.gguf", type_=type_, part_tensors=part_tensors)
+    source.write_bytes(source.read_bytes()[:-64])
+    with pytest.raises(ModelError, match=rf"{source.name} is cut short: it ends before the end of"):
+        gguf_to_directory(source, folder, ignore_progress)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "type_", "missing"),
+    [
+        ("llama", Type.F32, "blk.1.ffn_up.weight"),
+        ("llama", Type.Q8_0, "blk.1.ffn_up.weight"),
+        ("llama", Type.Q8_0, "output_norm.weight"),
+        ("qwen3", Type.F32, "blk.0.attn_q_norm.weight"),
+    ],
+)
+def test_a_gguf_file_that_lacks_a_tensor_is_refused_by_name(
+    architecture: str, type_: Type, missing: str, tmp_path: Path, folder: Path
+) -> None:
+    """transformers draws it at random, and the model answers noise."""
+    source = write_tiny_gguf(
+        tmp_path / "m.gguf", architecture=architecture, type_=type_, without=[missing]
+    )
+    name = {"blk.1.ffn_up": "layers.1.mlp.up_proj", "blk.0.attn_q_norm": "layers.0.self_attn.q_n"}
+    told = missing if type_ is Type.Q8_0 else name[missing.removesuffix(".weight")]
+    with pytest.raises(ModelError, match=rf"cannot convert .*lacks? .*{re.escape(told)}.* again"):
+        gguf_to_directory(source, folder, ignore_progress)
+
+
+def test_layers_beyond_those_that_a_gguf_file_counts_are_named(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a file that stays as it is, the engine names them."""
+    source = write_tiny_gguf(tmp_path / "m.gguf", tensors={"blk.2.attn_norm.weight": np.ones(32)})
+    gguf_to_directory(source, folder, ignore_progress)
+    (told,) = caplog.messages
+    assert "1 of its tensors are of layers 2 to 2, and its config counts 2; they" in told
+    assert told.endswith("blk.2.attn_norm.weight")

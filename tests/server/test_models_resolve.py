@@ -1,6 +1,7 @@
 """From a name to a model directory, and what is said where there is none."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -162,6 +163,40 @@ def test_a_gguf_file_is_converted_once_and_again_when_it_changes(home: Path) -> 
     second = resolve.resolve("tiny.gguf")
     assert second != first
     assert len(store.entries()) == 2
+
+
+def test_every_part_of_a_gguf_model_counts_wherever_links_lead(home: Path) -> None:
+    (home / "blobs").mkdir()
+    first = write_tiny_gguf(home / "m.gguf", part_tensors=12)
+    parts = sorted(home.glob("m-0*"))
+    for i, part in enumerate(parts):  # as in a hub's cache
+        part.symlink_to(part.rename(home / "blobs" / f"{i}"))
+    made = resolve.resolve(first.name)
+    assert resolve.resolve(first.name) == made == resolve.find(first.name)
+    os.utime(parts[-1])
+    with pytest.raises(ModelError, match="models fetch"):
+        resolve.find(first.name)
+    parts[-1].unlink()
+    with pytest.raises(ModelError, match=rf"are missing: {parts[-1].name}"):
+        resolve.resolve(first.name)
+
+
+def test_what_an_older_version_has_converted_is_converted_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have random weights in place of those that its file lacked."""
+    write_tiny_gguf(home / "tiny.gguf")
+    monkeypatch.setattr(resolve, "_GGUF_RECIPE", resolve._GGUF_RECIPE - 1)
+    old = resolve.resolve("tiny.gguf")
+    assert resolve.resolve(str(old)) == old
+    monkeypatch.undo()
+    monkeypatch.setenv("OUTRIDER_HOME", str(home / "home"))
+    monkeypatch.chdir(home)
+    with pytest.raises(ModelError, match=r"older version .* give the GGUF file itself, .*tiny\.gg"):
+        resolve.resolve(str(old))
+    new = resolve.resolve("tiny.gguf")
+    assert new != old
+    assert resolve.resolve(str(new)) == new
 
 
 def test_weights_in_folders_are_not_fetched(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
@@ -23,9 +23,11 @@ class Llama(NamedTuple):
     ffn: int
     num_layers: int
 
-    def writer(self, path: Path, max_positions: int, architecture: str = "llama") -> GGUFWriter:
-        """Of a file that holds the model's configuration so far."""
-        writer = GGUFWriter(path, architecture)
+    def writer(
+        self, path: Path, max_positions: int, architecture: str = "llama", **split: Any
+    ) -> GGUFWriter:
+        """Of a file that holds the model's configuration so far; `split` is GGUFWriter's."""
+        writer = GGUFWriter(path, architecture, **split)
         writer.add_block_count(self.num_layers)
         writer.add_context_length(max_positions)
         writer.add_embedding_length(self.hidden)

@@ -1,12 +1,13 @@
 """Tiny models with a tokenizer: whole directories, and GGUF files."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import TokenType
+from gguf import GGMLQuantizationType, TokenType
+from gguf.quants import quantize
 from mtp import save_tiny_mtp_model
 from tiny_gguf import Llama, write_out
 from tiny_models import save_tiny_model
@@ -40,14 +41,21 @@ def write_tiny_gguf(
     architecture: str = "llama",
     metadata: Mapping[str, str | float] = {},
     tensors: Mapping[str, np.ndarray] = {},
+    without: Collection[str] = (),
+    type_: GGMLQuantizationType = GGMLQuantizationType.F32,
+    part_tensors: int = 0,
+    small_first: bool = False,
 ) -> Path:
     """A random two-layer llama in float32, with a byte-level tokenizer whose digits can merge.
 
-    With further `metadata` and `tensors`, by name.
+    With further `metadata` and `tensors`, by name, and without some; its matrices are of `type_`.
+    With `part_tensors` of them in a file, it comes in several; returns the first, which has no
+    tensors if it is `small_first`.
     """
     tokens, types, merges = _vocabulary()
     shape = Llama(len(tokens), hidden=32, heads=4, kv_heads=2, ffn=64, num_layers=2)
-    writer = shape.writer(path, 128, architecture)
+    split = {"split_max_tensors": part_tensors, "small_first_shard": small_first}
+    writer = shape.writer(path, 128, architecture, **split)
     writer.add_file_type(0)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -58,13 +66,16 @@ def write_tiny_gguf(
     writer.add_eos_token_id(0)
     rng = np.random.default_rng(0)
     for name, size in shape.tensors():
-        writer.add_tensor(name, rng.normal(0, 0.3, size).astype(np.float32))
+        values = rng.normal(0, 0.3, size).astype(np.float32)
+        if name not in without:
+            of = type_ if len(size) > 1 else GGMLQuantizationType.F32
+            writer.add_tensor(name, quantize(values, of), raw_dtype=of)
     for key, value in metadata.items():
         (writer.add_string if isinstance(value, str) else writer.add_float32)(key, value)
     for name, values in tensors.items():
         writer.add_tensor(name, values.astype(np.float32))
     write_out(writer)
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*")) if part_tensors else path
 
 
 def _vocabulary() -> tuple[list[str], list[TokenType], list[str]]:

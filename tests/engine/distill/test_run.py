@@ -13,16 +13,18 @@ import torch
 from engines import engine_config, generate, prompts, tokens
 from engines import run as run_engine
 from safetensors.torch import load_file
+from tiny_models import change_tensor
 from tiny_pairs import save_tiny_model_with_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.distill import train
+from outrider.distill import replicas, train
 from outrider.distill.prompts import user_turns
 from outrider.distill.recipe import DistillError, Recipe
 from outrider.distill.run import distill
 from outrider.distill.text import Writer
 from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.engine import Engine
+from outrider.engine.models.admission import UnsupportedModelError
 
 DRAFT = Recipe(
     target="",
@@ -227,6 +229,17 @@ def test_a_head_does_not_go_on_from_a_draft(
 ) -> None:
     with pytest.raises(DistillError, match="a head begins from its target"):
         run(replace(recipe_of("head"), start=str(target)))
+
+
+def test_models_that_lack_a_tensor_are_refused(recipe: Recipe, tmp_path: Path) -> None:
+    """transformers would draw it at random."""
+    model = save_tiny_model_with_tokenizer(tmp_path / "model")
+    missing = "model.layers.1.mlp.up_proj.weight"
+    change_tensor(model, missing, None)
+    with pytest.raises(DistillError, match=rf"start: cannot load .*lack {missing}"):
+        run(replace(recipe, start=str(model)))
+    with pytest.raises(UnsupportedModelError, match=f"lack {missing}"):
+        replicas._load_target(str(model), torch.device("cpu"))
 
 
 def _without_a_change(trainer: train.Trainer, *args: object) -> None:
