@@ -100,6 +100,7 @@ class NewRequest:
     Waiting sequences start in order of `priority`, the lowest number first, then of arrival;
     preemption goes the other way round. Only sequences with the same `cache_salt` share cached
     pages. With `tells_drafts`, the outputs list every draft, also the rejected ones.
+    With `reports_prompt`, each step that computes a part of the prompt has an output.
 
     `predicted_token_ids` is what the client expects of the answer. Where the answer goes on so, the
     drafts are taken from there.
@@ -111,6 +112,7 @@ class NewRequest:
     priority: int = 0
     cache_salt: str = ""
     tells_drafts: bool = False
+    reports_prompt: bool = False
     predicted_token_ids: list[int] = field(default_factory=list)
 
 
@@ -157,6 +159,7 @@ class RequestOutput:
     num_accepted_tokens: int = 0  # how many of those were accepted
     draft_token_ids: list[int] | None = None
     is_predicted: bool = False
+    num_computed_prompt_tokens: int | None = None  # until the first token, with `reports_prompt`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

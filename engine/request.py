@@ -43,6 +43,7 @@ class Request:
         # Drafts of the step in flight that samples for it; None if there is no such step.
         self.num_drafts_in_flight: int | None = None
         self.tells_drafts = new.tells_drafts
+        self.reports_prompt = new.reports_prompt
         self.predicted_token_ids = new.predicted_token_ids
 
         self.grammar: Grammar | None = None  # the engine sets it; compiled by the first step

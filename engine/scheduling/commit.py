@@ -83,10 +83,16 @@ class Committer:
                 return self._commit_undrawn(scheduled, may_be_its_edits=False)
             self._start_over(request)
             return None
-        if scheduled.prompt_logprobs is None:
+        if scheduled.prompt_logprobs is not None:
+            request.num_scored_tokens = scheduled.end
+        num_computed = scheduled.num_computed_prompt_tokens
+        if scheduled.prompt_logprobs is None and num_computed is None:
             return None
-        request.num_scored_tokens = scheduled.end
-        return request.output([], prompt_logprobs=scheduled.prompt_logprobs)
+        return request.output(
+            [],
+            prompt_logprobs=scheduled.prompt_logprobs,
+            num_computed_prompt_tokens=num_computed,
+        )
 
     def _commit_drawn(self, scheduled: ScheduledRequest) -> RequestOutput:
         request, num_drafts = scheduled.request, scheduled.num_drafts
@@ -110,6 +116,7 @@ class Committer:
         request.num_draft_tokens += num_drafts
         request.num_accepted_tokens += num_accepted
         request.num_scored_tokens = request.num_prompt_tokens
+        num_computed = scheduled.num_computed_prompt_tokens  # before there is any token
         kept = self._until_stop(request, drawn)
         request.learn(kept)
         self._stats.generation_tokens += len(kept)
@@ -121,6 +128,7 @@ class Committer:
             logprobs=logprobs[: len(kept)] if logprobs is not None else None,
             prompt_logprobs=scheduled.prompt_logprobs,
             draft_token_ids=scheduled.draft_token_ids,
+            num_computed_prompt_tokens=num_computed,
             is_predicted=scheduled.source == "prediction",
         )
         if request.finish_reason is not None:

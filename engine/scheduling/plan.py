@@ -82,6 +82,14 @@ class ScheduledRequest:
         return self.num_new_tokens + self.max_drafts
 
     @property
+    def num_computed_prompt_tokens(self) -> int | None:
+        """How much of the prompt is computed after this step, if that is to be reported."""
+        request = self.request
+        if not request.reports_prompt or request.num_output_tokens:
+            return None
+        return min(self.end, request.num_prompt_tokens)
+
+    @property
     def is_void(self) -> bool:
         """Whether the sequence has lost its slot since this was planned."""
         return self.memory is not self.request.memory

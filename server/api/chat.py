@@ -22,12 +22,9 @@ from .chat_protocol import (
     TopLogprob,
 )
 from .chat_turn import prepare_turn
-from .choices import ChoicesAnswer
+from .choices import BARE, ChoicesAnswer
 from .generation import Delta, Sample, Token
 from .service import Service
-
-# Of a chunk that is not the last of its delta.
-BARE: dict[str, Any] = dict.fromkeys(("logprobs", "finish_reason", "stop_reason"))
 
 
 async def create_chat_completion(
@@ -62,6 +59,9 @@ class _ChatAnswer(ChoicesAnswer):
     def _opening(self) -> Sequence[ChatChunkChoice]:
         role = ChatDelta(role="assistant", content="")
         return [ChatChunkChoice(index=i, delta=role, **BARE) for i in range(self._n)]
+
+    def _nothing(self, index: int) -> ChatChunkChoice:
+        return ChatChunkChoice(index=index, delta=ChatDelta(), **BARE)
 
     def _choices(self, delta: Delta, *, first: bool) -> Sequence[ChatChoice | ChatChunkChoice]:
         if first and self._body.prompt_logprobs is not None:

@@ -27,6 +27,9 @@ from .service import Service
 from .streaming import obfuscation, server_sent
 from .trace import Step
 
+# Of a choice in a chunk that is not the last of its delta.
+BARE: dict[str, Any] = dict.fromkeys(("logprobs", "finish_reason", "stop_reason"))
+
 
 class ChoicesAnswer(Answer):
     """A subclass defines what a choice looks like."""
@@ -53,6 +56,10 @@ class ChoicesAnswer(Answer):
         sent before."""
 
     @abstractmethod
+    def _nothing(self, index: int) -> APIResponse:
+        """A choice of a stream to which nothing is added."""
+
+    @abstractmethod
     def _answer(self, choices: list[Any]) -> GenerationResponse:
         """An answer, or one chunk of a stream."""
 
@@ -64,6 +71,11 @@ class ChoicesAnswer(Answer):
         for choice in self._opening():
             yield self._chunk(choice)
         async for delta in generation:
+            if delta.progress is not None:
+                chunk = self._chunk_of(self._nothing(delta.index))
+                chunk.prompt_progress = delta.progress
+                yield self._event(chunk)
+                continue
             # Each delta has the prompt's logprobs, but only a choice's first chunk tells them.
             num_logprobs = 0 if delta.index in self._begun else len(delta.prompt_logprobs)
             choices = await self._written(num_logprobs, self._next_choices, delta)
@@ -141,12 +153,15 @@ class ChoicesAnswer(Answer):
             )
         return told
 
-    def _chunk(self, choice: APIResponse) -> str:
+    def _chunk_of(self, choice: APIResponse) -> GenerationResponse:
         chunk = self._answer([choice])
         if self._stream_options.include_usage:
             every = self._stream_options.continuous_usage_stats
             chunk.usage = self._usage() if every else None
-        return self._event(chunk)
+        return chunk
+
+    def _chunk(self, choice: APIResponse) -> str:
+        return self._event(self._chunk_of(choice))
 
     def _event(self, chunk: GenerationResponse) -> str:
         if not self._stream_options.include_obfuscation:

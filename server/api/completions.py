@@ -10,7 +10,7 @@ from ..http.api_keys import request_key
 from ..http.errors import invalid_value, unsupported
 from ..text.detokenizer import Detokenizer
 from .answer import MIN_LOGPROB
-from .choices import ChoicesAnswer
+from .choices import BARE, ChoicesAnswer
 from .generation import Delta, Sample, Token
 from .off_loop import off_loop
 from .protocol import (
@@ -100,6 +100,9 @@ class _CompletionAnswer(ChoicesAnswer):
 
     def _answer(self, choices: list[Any]) -> Completion:
         return Completion(object="text_completion", choices=choices, **self._head)
+
+    def _nothing(self, index: int) -> CompletionChoice:
+        return CompletionChoice(index=index, text="", **BARE)
 
     def _choices(self, delta: Delta, *, first: bool) -> list[CompletionChoice]:
         prompt_index = delta.index // self._n

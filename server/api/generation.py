@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from outrider.engine.api import FinishReason, NewRequest, RequestOutput, TokenLogprobs
@@ -16,6 +16,7 @@ from ..text.detokenizer import Detokenizer, StopStrings
 from ..text.message_parser import Part
 from ..text.message_reader import MessageReader
 from ..text.tokenizer import Tokenizer
+from .protocol import PromptProgress
 from .trace import Step
 
 MOST_HELD = 64  # tokens of a chunk, if a client has not read for long
@@ -46,21 +47,25 @@ class Token:
 class Delta:
     """What was added to one sequence: text, and the tokens that it came from.
 
-    The answers of all APIs are made of these. In a chat, `parts` is the text taken apart.
+    The answers of all APIs are made of these. In a chat, `parts` is the text taken apart. One with
+    `progress` adds nothing: it says how far the prompt is computed, if that was asked for.
     """
 
     index: int
-    text: str
-    parts: list[Part]
-    tokens: list[Token]
-    finish_reason: Literal["stop", "length"] | None
-    stop_reason: int | str | None
-    completion_tokens: int  # of this sequence, so far
-    reasoning_tokens: int  # how many of these are reasoning
-    num_calls: int  # tool calls so far
-    cached_tokens: int  # prompt tokens found in the cache
-    prompt_logprobs: Sequence[TokenLogprobs]  # from the prompt's second token on, if asked for
-    steps: list[Step]  # the steps that produced the tokens, if a trace was asked for
+    text: str = ""
+    parts: list[Part] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | str | None = None
+    completion_tokens: int = 0  # of this sequence, so far
+    reasoning_tokens: int = 0  # how many of these are reasoning
+    num_calls: int = 0  # tool calls so far
+    cached_tokens: int = 0  # prompt tokens found in the cache
+    # From the prompt's second token on, if asked for.
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    # The steps that produced the tokens, if a trace was asked for.
+    steps: list[Step] = field(default_factory=list)
+    progress: PromptProgress | None = None
 
 
 class Sample:
@@ -255,6 +260,8 @@ class Generation:
             if output.finish_reason == "abort":
                 raise unavailable("The server stopped this request.", code="aborted")
             self._clock.tick(output)
+            if output.num_computed_prompt_tokens is not None:
+                yield self._progress(sample, output, output.num_computed_prompt_tokens)
             delta = sample.take(output, more=self._outputs.has_more_tokens(output.request_id))
             if delta is not None and delta.finish_reason is not None:
                 self._end(sample, delta.finish_reason)
@@ -267,6 +274,15 @@ class Generation:
                 return
         if unfinished:
             raise internal_error("The engine ended this request before it was finished.")
+
+    def _progress(self, sample: Sample, output: RequestOutput, num_computed: int) -> Delta:
+        progress = PromptProgress(
+            total=len(sample.request.prompt_token_ids),
+            cache=output.num_cached_tokens,
+            processed=num_computed,
+            time_ms=max(0, round(1000 * (self._clock.elapsed_s - output.queue_s))),
+        )
+        return Delta(index=sample.index, cached_tokens=output.num_cached_tokens, progress=progress)
 
     async def aclose(self) -> None:
         """Abort the sequences of this request that still run."""
@@ -293,6 +309,10 @@ class _Clock:
         self._start_s = time.perf_counter()
         self._last_s: dict[str, float] = {}
         self.first_token_s: float | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._start_s
 
     def tick(self, output: RequestOutput) -> None:
         if not output.token_ids:

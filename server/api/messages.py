@@ -78,6 +78,8 @@ class _MessagesAnswer(Answer):
         yield _event("message_start", message=self._message().model_dump(exclude_unset=True))
         async for delta in generation:
             self._count(delta)
+            if delta.progress is not None:
+                yield _event("ping", prompt_progress=delta.progress.model_dump())
             for name, fields in self._with_trace(delta, self._added(delta)):
                 yield _event(name, **fields)
         last: dict[str, Any] = {

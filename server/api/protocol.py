@@ -81,6 +81,7 @@ class SamplingFields(Body):
     other_names: ClassVar[dict[str, str]] = {"repeat_penalty": "repetition_penalty"}
 
     stream: bool = False
+    return_progress: bool = False  # report in a stream how far the prompt is computed
     temperature: float = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, ge=0, le=1)
     top_k: Int = Field(default=0, ge=-1)
@@ -215,6 +216,15 @@ class RequestMetrics(APIResponse):
     speculative_decoding: SpeculationMetrics
 
 
+class PromptProgress(APIResponse):
+    """How far a prompt is computed, in llama.cpp's terms."""
+
+    total: int
+    cache: int  # of these, found in the cache
+    processed: int  # so far, with those found in the cache
+    time_ms: int  # since the first step
+
+
 class GenerationResponse(APIResponse):
     """A whole answer, or one chunk of a stream."""
 
@@ -226,6 +236,7 @@ class GenerationResponse(APIResponse):
     choices: list[Any]
     usage: Usage | None = None
     metrics: RequestMetrics | None = None
+    prompt_progress: PromptProgress | None = None
     obfuscation: str | None = None
 
 

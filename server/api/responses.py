@@ -199,6 +199,9 @@ class _ResponsesAnswer(Answer):
         for name in ("created", "in_progress"):
             yield self._told(name, self._response().to_json())
         async for delta in generation:
+            if delta.progress is not None:
+                progress = {"prompt_progress": delta.progress.model_dump()}
+                yield self._event("response.prompt_progress", progress)
             for name, fields in self._with_trace(delta, self._added(delta)):
                 if name.endswith(".done"):  # repeats the item
                     yield await self._written(self._num_logprobs, self._event, name, fields)

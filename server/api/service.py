@@ -292,6 +292,7 @@ class Service:
                     priority=fields.priority,
                     cache_salt=self._cache_salt(fields, key),
                     tells_drafts=fields.speculation.trace,
+                    reports_prompt=fields.return_progress and fields.stream,
                     predicted_token_ids=list(predicted),
                 ),
                 self.tokenizer,

@@ -23,6 +23,7 @@ from .remote import (
     UrlArgument,
     chunk_of,
     find,
+    has_tokens,
     refusal,
     unreachable,
 )
@@ -80,6 +81,11 @@ def chat_command(
                 typer.echo(f"outrider: {error}", err=True)
 
 
+def reading(progress: dict[str, int]) -> str:
+    """How far the server has read the prompt."""
+    return f"reading the prompt: {progress['processed']:,} of {progress['total']:,} tokens"
+
+
 class Conversation:
     """The turns so far, and the settings of the next request."""
 
@@ -110,8 +116,14 @@ class Conversation:
         """Ask, and show the answer as it arrives. Adds no turn if it raises RemoteError."""
         messages = [*self._messages, {"role": "user", "content": text}]
         painter, answer, started_s, first_s = Painter(), list[str](), time.perf_counter(), 0.0
-        with contextlib.suppress(KeyboardInterrupt):  # ends the answer, not the conversation
-            for choice in self._choices(messages):
+        waiting = self._console.status("waiting")  # shown on a terminal only
+        with contextlib.suppress(KeyboardInterrupt), waiting:  # ends the answer, not the chat
+            for choice, progress in self._choices(messages):
+                if progress is not None:
+                    waiting.update(reading(progress))
+                if not has_tokens(choice):
+                    continue
+                waiting.stop()
                 first_s = first_s or time.perf_counter() - started_s
                 painter.take(choice)
                 delta = choice["delta"]
@@ -124,12 +136,16 @@ class Conversation:
         self._messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
         self._sum_up(painter, first_s, time.perf_counter() - started_s)
 
-    def _choices(self, messages: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
-        """The choices of the answer's chunks."""
+    def _choices(
+        self, messages: list[dict[str, str]]
+    ) -> Iterator[tuple[dict[str, Any], dict[str, int] | None]]:
+        """The choices of the answer's chunks, and how far the prompt is computed."""
         speculation: dict[str, Any] = {"trace": True}
         if self._k is not None:
             speculation |= {"enabled": self._k > 0, "num_speculative_tokens": self._k}
-        body = self._remote.body(messages, **self._options, speculation=speculation)
+        body = self._remote.body(
+            messages, **self._options, speculation=speculation, return_progress=True
+        )
         try:
             with (
                 httpx.Client(timeout=TIMEOUT, headers=self._remote.headers) as client,
@@ -140,7 +156,8 @@ class Conversation:
                     raise refusal(self._remote.url, response)
                 for line in response.iter_lines():
                     if chunk := chunk_of(line):
-                        yield from chunk["choices"]
+                        for choice in chunk["choices"]:
+                            yield choice, chunk.get("prompt_progress")
         except httpx.HTTPError as error:
             raise unreachable(self._remote.url, error) from None
 

@@ -81,6 +81,12 @@ def refusal(url: str, response: httpx.Response) -> RemoteError:
     return RemoteError(f"{url} answers {response.status_code}: {told}{hint}")
 
 
+def has_tokens(choice: dict[str, Any]) -> bool:
+    """Whether tokens have come: not if a chunk says only who speaks, or how far the prompt is."""
+    said = any(value for name, value in choice["delta"].items() if name != "role")
+    return said or bool(choice.get("trace") or choice.get("finish_reason"))
+
+
 def chunk_of(line: str) -> dict[str, Any] | None:
     """The chunk in a line of an event stream, if any. Raises RemoteError for an error event."""
     data = line.removeprefix("data:").strip()

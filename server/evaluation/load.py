@@ -10,7 +10,15 @@ from typing import Any
 
 import httpx
 
-from ..cli.remote import TIMEOUT, Remote, RemoteError, chunk_of, refusal, unreachable
+from ..cli.remote import (
+    TIMEOUT,
+    Remote,
+    RemoteError,
+    chunk_of,
+    has_tokens,
+    refusal,
+    unreachable,
+)
 from .measure import held_out_prompts
 
 PLAIN: dict[str, Any] = {"enabled": False}
@@ -104,7 +112,7 @@ async def _ask(client: httpx.AsyncClient, remote: Remote, body: dict[str, Any], 
             async for line in response.aiter_lines():
                 if (chunk := chunk_of(line)) is None:
                     continue
-                if chunk["choices"]:
+                if any(map(has_tokens, chunk["choices"])):
                     last_s = time.perf_counter()
                     first_s = first_s or last_s
                 if usage := chunk.get("usage"):

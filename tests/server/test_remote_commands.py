@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.status import Status
 from scripted_client import Play, steps
 from served import Served
 from socket_server import on_a_socket
@@ -17,6 +18,7 @@ from typer.testing import CliRunner, Result
 from outrider.engine.api import NewRequest, RequestOutput
 from outrider.server.cli import app
 from outrider.server.cli.painter import Painter
+from outrider.server.cli.remote import has_tokens
 from outrider.server.evaluation.load import percentile
 from outrider.server.text.tokenizer import Tokenizer
 
@@ -148,6 +150,37 @@ def test_chat_tells_recovered_from_bonus_tokens_by_a_trace() -> None:
     assert "HmAß" in shown
     assert "1 accepted, 1 recovered, 1 bonus, 1 plain, 2.0 tokens a step" in shown
     assert bodies[0]["speculation"] == {"trace": True}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"delta": {"role": "assistant", "content": ""}, "finish_reason": None}, False),
+        ({"delta": {}, "finish_reason": None}, False),  # of the prompt's progress
+        ({"delta": {"content": "a"}}, True),
+        ({"delta": {"reasoning": "a"}, "finish_reason": None}, True),
+        ({"delta": {"tool_calls": [{}]}, "finish_reason": None}, True),
+        ({"delta": {}, "finish_reason": "stop"}, True),
+        ({"delta": {}, "trace": [{}], "finish_reason": None}, True),  # text that is held back
+    ],
+)
+def test_times_of_tokens_begin_with_a_token(choice: dict[str, Any], expected: bool) -> None:
+    assert has_tokens(choice) == expected
+
+
+def test_chat_shows_how_far_the_prompt_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(Status, "update", lambda self, status: shown.append(status))
+    progress = {"total": 5000, "cache": 0, "processed": 1024, "time_ms": 7}
+    chunks = [
+        {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+        {"choices": [{"delta": {}}], "prompt_progress": progress},
+        {"choices": [{"delta": {"content": "Hello"}}]},
+    ]
+    with other_server(chunks) as (url, bodies):
+        assert "Hello" in outrider("chat", url, say="Hi\n").stdout
+    assert bodies[0]["return_progress"] is True
+    assert shown == ["reading the prompt: 1,024 of 5,000 tokens"]
 
 
 def test_an_error_in_the_stream_is_told() -> None:
