@@ -52,7 +52,7 @@ class CacheConfig:
     num_pages: int | None = None  # None: as many as fit in memory
     memory_fraction: float = 0.5  # CPU only: share of the memory left free by the models
     prefix_caching: bool = True
-    kv_events_endpoint: str | None = None  # where scheduling.kv_events publishes; None: nowhere
+    kv_events_endpoint: str | None = None  # where processes.kv_events publishes; None: nowhere
     kv_events_topic: str = ""
 
 

@@ -29,10 +29,10 @@ from .logit_edits.processors import ProcessorRegistry
 from .measuring import measure_pages, naming_what_to_lower
 from .memory.device_memory import DeviceMemory, PageEvent
 from .models.network import PagedLayers
+from .pace import Pace
 from .request import Request
 from .scheduling.adaptive_speculation import AdaptiveSpeculation, batch_sizes
 from .scheduling.commit import Committer
-from .scheduling.pace import Pace
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequences import Sequences
 from .validation import check_request
@@ -179,7 +179,7 @@ class Engine:
         step = self.worker.launch(plan)
         outputs += self._commit()
         self.worker.verify(step)
-        self.committer.launched(plan)
+        self.committer.put_in_flight(plan)
         self._in_flight = step
         if self.scheduler.lag == 0:
             outputs += self._commit()

@@ -185,4 +185,5 @@ class Worker:
         """Wait for a step, and enter what it drew and scored in its plan."""
         if step.end is not None:
             step.end.synchronize()
+        self.scorer.read(step.plan)
         self.verifier.read(step.plan, step.drawn)

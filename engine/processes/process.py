@@ -41,7 +41,7 @@ from .messages import (
 
 if TYPE_CHECKING:
     from ..engine import Engine
-    from ..scheduling.kv_events import Publisher
+    from .kv_events import Publisher
 
 TEXT_LINE = "%(asctime)s engine[%(process)d] %(levelname)s %(name)s: %(message)s"
 
@@ -152,7 +152,7 @@ def run(make_engine: MakeEngine, config: EngineConfig, channel: Channel) -> bool
 def _publisher(cache: CacheConfig) -> "contextlib.AbstractContextManager[Publisher | None]":
     if cache.kv_events_endpoint is None:
         return contextlib.nullcontext()
-    from ..scheduling.kv_events import Publisher
+    from .kv_events import Publisher
 
     return contextlib.closing(
         Publisher(cache.kv_events_endpoint, cache.kv_events_topic, cache.page_size_tokens)

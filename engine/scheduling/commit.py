@@ -22,9 +22,9 @@ class Committer:
         self._memory, self._stats = sequences.memory, sequences.stats
         self._max_model_len = sequences.max_model_len
 
-    def launched(self, plan: Plan) -> None:
-        """Record what a step computes, as soon as it is launched; what it draws is recorded by
-        `commit`. The step before must be committed already.
+    def put_in_flight(self, plan: Plan) -> None:
+        """Record what a launched step computes; what it draws is recorded by `commit`. The step
+        before must be committed already.
         """
         for scheduled in plan.scheduled:
             request = scheduled.request

@@ -19,7 +19,7 @@ from ..state.host_copy import on_host, uploaded
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP, aligned
 from ..state.slots import DraftDistributions, Slots
-from .prompt_logprobs import read_prompt_logprobs, to_entries
+from .logprobs import to_entries
 
 
 class Verifier:
@@ -149,8 +149,7 @@ class Verifier:
         return self._run(uploaded(packed_np, self._slots.device), (size, *kind), logits)
 
     def read(self, plan: Plan, drawn: list[np.ndarray] | None) -> None:
-        """Enter what `verify` drew, and prompt logprobs, in the plan of a step that has ended."""
-        read_prompt_logprobs(plan)
+        """Enter what `verify` drew in the plan of a step that has ended."""
         if drawn is None:
             return
         drawn_np, *others_np = drawn

@@ -17,6 +17,7 @@ from outrider.engine.config import CacheConfig, EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.memory.device_memory import DeviceMemory, PageRemoved, PageStored
 from outrider.engine.memory.sequence import SequenceMemory
+from outrider.engine.processes.kv_events import Publisher, to_messages
 from outrider.engine.processes.messages import (
     FromEngine,
     Hello,
@@ -26,7 +27,6 @@ from outrider.engine.processes.messages import (
     ToEngine,
 )
 from outrider.engine.processes.process import load_engine, run
-from outrider.engine.scheduling.kv_events import Publisher, to_messages
 
 PAGE = 4
 
@@ -151,6 +151,9 @@ class Client:
     def receive(self, wait_s: float | None) -> list[tuple[bytes, ToEngine]]:
         inbox, self._inbox = self._inbox, []
         return [(b"me", message) for message in inbox]
+
+    def is_quiet(self, wait_s: float) -> bool:
+        return not self._inbox
 
     def send(self, client: bytes, message: FromEngine) -> bool:
         assert client == b"me"

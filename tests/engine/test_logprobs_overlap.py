@@ -11,7 +11,7 @@ from engines import GREEDY, engine_config, prompts, run
 from tiny_models import DEVICE, VOCAB
 
 from outrider.engine.engine import Engine
-from outrider.engine.scoring import prompt_logprobs, verifier
+from outrider.engine.scoring import logprobs, verifier
 
 ASKS = [
     GREEDY,
@@ -40,7 +40,7 @@ def test_all_is_gathered_before_the_next_step_is_launched_and_read_behind_it(
 
         return call
 
-    for module in (verifier, prompt_logprobs):
+    for module in (verifier, logprobs):
         gather = noted("gather", module.gather_logprobs)
         monkeypatch.setattr(module, "gather_logprobs", gather)
     for name in ("launch", "verify", "read"):

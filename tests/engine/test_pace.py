@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from in_process import QueueChannel
 
+from outrider.engine.pace import Pace
 from outrider.engine.processes.messages import Abort
-from outrider.engine.scheduling.pace import Pace
 
 
 def plan(num_seqs: int, num_drafts: int = 0, num_new_tokens: int = 1) -> Any:

@@ -1,4 +1,4 @@
-"""Raw logprobs of prompt tokens, from the logits of prefill chunks."""
+"""Raw logprobs: of prompt tokens, from the logits of prefill chunks, and as outputs list them."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Tells routers which prefixes this engine has cached, in the messages that vLLM publishes.
+"""Reports to routers which prefixes are cached here, in the messages that vLLM publishes.
 
 A message on the ZeroMQ PUB socket has three frames: the topic, a sequence number (8 bytes, big
 endian, from 0) and an `EventBatch` in msgpack, with structs as arrays that start with their name.
