@@ -27,6 +27,7 @@ INLINE_LOGPROBS = 64  # an answer that tells of more is written off the event lo
 class Answer(ABC):
     """One request's answer, and counts of it so far; a subclass writes it as its API does."""
 
+    _stream_class = EventStream
     _sign = COMMENT  # sent by a stream that would be silent otherwise
 
     def __init__(self, service: Service, body: ChoiceFields, samples: list[Sample]) -> None:
@@ -71,7 +72,7 @@ class Answer(ABC):
         http.scope["state"]["facts"] = lambda: self._facts(generation)
         if self._stream:
             events = self._events(generation)
-            return EventStream(
+            return self._stream_class(
                 events, close=generation.aclose, failed=self._failed, sign=self._sign
             )
         try:

@@ -24,6 +24,18 @@ from .service import Service
 
 async def create_completion(service: Service, body: CompletionRequest, http: Request) -> Response:
     """Answer a completion request, as a stream or as a whole."""
+    samples = await prepare_completion(service, body, http)
+    prompts = samples[:: body.num_samples]
+    num_tokens = body.echo * sum(len(each.request.prompt_token_ids) for each in prompts)
+    echoed_chars = num_tokens * service.tokenizer.longest_token
+    answer = await off_loop(echoed_chars, _CompletionAnswer, service, body, samples)
+    return await answer.respond(http)
+
+
+async def prepare_completion(
+    service: Service, body: CompletionRequest, http: Request
+) -> list[Sample]:
+    """Samples of a completion; raises APIError."""
     service.check_request(body, http, num_prompts=len(body.prompts))
     _check(body)
     logprobs = body.logprobs = service.num_logprobs(body.logprobs, "logprobs")
@@ -37,7 +49,7 @@ async def create_completion(service: Service, body: CompletionRequest, http: Req
     else:
         prompts = [service.truncate(body, prompt, body.max_tokens) for prompt in prompts]
     ranks_samples = body.num_samples > body.n
-    samples = service.samples(
+    return service.samples(
         body,
         prompts,
         param="prompt",
@@ -48,9 +60,6 @@ async def create_completion(service: Service, body: CompletionRequest, http: Req
         grammar=await service.grammars.grammar_of(body.response_format, body.structured_outputs),
         predicted=await service.predicted(body),
     )
-    echoed_chars = body.echo * sum(map(len, prompts)) * service.tokenizer.longest_token
-    answer = await off_loop(echoed_chars, _CompletionAnswer, service, body, samples)
-    return await answer.respond(http)
 
 
 def _check(body: CompletionRequest) -> None:

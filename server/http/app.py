@@ -26,6 +26,7 @@ from ..api.messages_protocol import (
     CountTokensResponse,
     MessagesRequest,
 )
+from ..api.ollama import add_ollama_routes
 from ..api.protocol import (
     Completion,
     CompletionRequest,
@@ -151,11 +152,14 @@ def create_app(
     unmet.install(api)
     store = ResponseStore(settings.response_store_bytes if settings.api_workers == 1 else 0)
     openai, anthropic = _openai_routes(service, store), _anthropic_routes(service)
+    ollama = APIRouter(route_class=_JSONRoute, prefix=errors.OLLAMA_PATH, include_in_schema=False)
+    add_ollama_routes(ollama, service)
     models = model_routes(service, _ERRORS)
     api.include_router(openai)
     api.include_router(models, prefix="/v1")
     api.include_router(models, include_in_schema=False)  # for base URLs without /v1
     api.include_router(anthropic)
+    api.include_router(ollama)
     api.include_router(_tokenizer_routes(service))
     api.include_router(_status_routes(service, gate, pair))
     if settings.ui:
@@ -180,7 +184,7 @@ def create_app(
     if settings.metrics_port is not None:
         app = MetricsPort(app, served, settings.metrics_port)
     trace = make_trace(settings.otlp_endpoint, model_name)
-    app = Observe(app, service.metrics, _paths(openai) | _paths(anthropic), trace)
+    app = Observe(app, service.metrics, _paths(openai) | _paths(anthropic) | _paths(ollama), trace)
     for_http = RootPath(RequestId(app), settings.root_path)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

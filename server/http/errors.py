@@ -17,6 +17,7 @@ MAX_VALUE_CHARS = 80
 MAX_REASON_CHARS = 200
 RETRY_AFTER_S = 1
 ANTHROPIC_PATH = "/v1/messages"  # and every path below it
+OLLAMA_PATH = "/api"  # likewise
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -90,11 +91,18 @@ class APIError(HTTPException):
     def anthropic_message(self) -> str:
         return self.message
 
+    def ollama_body(self) -> dict[str, Any]:
+        """The same error, as Ollama's clients read it."""
+        return {"error": self.message}
+
     def response(self, scope: Scope) -> JSONResponse:
         """The answer, in the form of the API that was called; the log gets the reason."""
         scope.setdefault("state", {})["reason"] = self.reason
-        is_anthropic = route_path(scope).startswith(ANTHROPIC_PATH)
-        body = self.anthropic_body() if is_anthropic else self.body()
+        path = route_path(scope)
+        if path.startswith(ANTHROPIC_PATH):
+            body = self.anthropic_body()
+        else:
+            body = self.ollama_body() if path.startswith(f"{OLLAMA_PATH}/") else self.body()
         return JSONResponse(body, self.status_code, self.headers)
 
 

@@ -11,6 +11,9 @@ from .errors import APIError, cut, from_exception, route_path
 
 # Routes of other servers, each with all below it, and what clients want there.
 NOT_SERVED = {
+    "/api/embed": "embeddings; run a server for them beside this one",
+    "/api/embeddings": "embeddings; run a server for them beside this one",
+    "/api/pull": "models to pull; the model is chosen when the server starts",
     "/v1/assistants": "assistants",
     "/v1/audio": "audio",
     "/v1/batches": "batches; `outrider run-batch` answers files of requests",

@@ -28,6 +28,8 @@ OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
     "/v1/messages": "chat",
+    "/api/chat": "chat",
+    "/api/generate": "chat",
 }
 _ATTRIBUTES = {
     "request_id": "gen_ai.request.id",

@@ -1,0 +1,245 @@
+"""POST /api/chat and /api/generate, and what Ollama's clients ask before: for desktop clients that
+speak only this API."""
+
+import datetime
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..http.errors import APIError, invalid_value
+from ..text.call_stream import CallStart
+from ..text.message_parser import Part, Text
+from .answer import Answer
+from .chat_protocol import ChatCompletionRequest
+from .chat_turn import prepare_turn
+from .completions import prepare_completion
+from .generation import Delta, Generation, Sample
+from .ollama_protocol import (
+    FIELDS,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaModelRequest,
+)
+from .protocol import ChoiceFields
+from .service import VERSION, Service
+from .streaming import EventStream
+from .tools import arguments_of
+from .translation import renamed_fields
+
+NS = 1_000_000_000
+
+
+async def create_chat(service: Service, body: OllamaChatRequest, http: Request) -> Response:
+    """Answer a conversation, as a stream of lines or as a whole."""
+    _check(service, body, http)
+    with renamed_fields(FIELDS):
+        chat = _translated(body.as_chat)
+        samples = await prepare_turn(service, chat, http)
+    return await _OllamaAnswer(service, chat, samples, is_chat=True).respond(http)
+
+
+async def create_generation(
+    service: Service, body: OllamaGenerateRequest, http: Request
+) -> Response:
+    """Answer a prompt in the model's chat template or, if `raw` or with a suffix, continue it."""
+    _check(service, body, http)
+    is_raw = body.raw or body.suffix or service.tokenizer.chat_template is None
+    with renamed_fields(FIELDS):
+        asked: ChoiceFields
+        if is_raw:
+            asked = completion = _translated(body.as_completion)
+            samples = await prepare_completion(service, completion, http)
+        else:
+            asked = chat = _translated(body.as_chat)
+            samples = await prepare_turn(service, chat, http)
+    return await _OllamaAnswer(service, asked, samples, is_chat=False).respond(http)
+
+
+def _check(service: Service, body: Any, http: Request) -> None:
+    if body.asked_model:
+        service.check_model(body.asked_model)
+    service.check_fields(body.model_copy(update={"model": None}), http)
+
+
+def _translated(translate: Any) -> Any:
+    try:
+        return translate()
+    except ValidationError:
+        raise
+    except ValueError as error:
+        raise invalid_value("messages", str(error)) from None
+
+
+class _LineStream(EventStream):
+    """Events as lines of JSON."""
+
+    media_type = "application/x-ndjson"
+
+
+class _OllamaAnswer(Answer):
+    _stream_class = _LineStream
+
+    def __init__(
+        self, service: Service, body: ChoiceFields, samples: list[Sample], *, is_chat: bool
+    ) -> None:
+        super().__init__(service, body, samples)
+        self._is_chat = is_chat
+        self._has_parts = isinstance(body, ChatCompletionRequest)
+        self._start_s = time.perf_counter()
+        self._first_s: float | None = None
+        self._finish_reason = "stop"
+        self._call: tuple[str, list[str]] | None = None  # its name, and pieces of its arguments
+        self._sign = self._line()
+
+    async def _events(self, generation: Generation) -> AsyncIterator[str]:
+        async for delta in generation:
+            for fields in self._added(delta):
+                yield self._line(**fields)
+        yield self._line(**self._end())
+
+    async def _whole(self, generation: Generation) -> str:
+        whole: dict[str, Any] = {}
+        async for delta in generation:
+            for fields in self._added(delta):
+                for name, value in fields.items():
+                    whole[name] = whole[name] + value if name in whole else value
+        return self._line(**whole, **self._end())
+
+    async def _failed(self, error: APIError) -> str:
+        return json.dumps(error.ollama_body(), ensure_ascii=False) + "\n"
+
+    def _line(self, **fields: Any) -> str:
+        line: dict[str, Any] = {"model": self._service.model_name, "created_at": _now()}
+        said = {name: fields.pop(name) for name in ("thinking", "tool_calls") if name in fields}
+        text = fields.pop("text", "")
+        if self._is_chat:
+            line["message"] = {"role": "assistant", "content": text} | said
+        else:
+            line |= {"response": text} | said
+        return json.dumps(line | {"done": False} | fields, ensure_ascii=False) + "\n"
+
+    def _added(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """What a delta adds: text, thinking, and whole calls."""
+        self._count(delta)
+        if self._first_s is None:
+            self._first_s = time.perf_counter()
+        for part in delta.parts if self._has_parts else [Text(delta.text)]:
+            yield from self._add(part)
+        if delta.finish_reason is not None:
+            yield from self._end_of_call()
+            self._finish_reason = delta.finish_reason
+
+    def _add(self, part: Part) -> Iterator[dict[str, Any]]:
+        match part:
+            case CallStart():
+                yield from self._end_of_call()
+                self._call = part.name, []
+            case Text() if part.text:
+                yield from self._end_of_call()
+                yield {"thinking" if part.reasoning else "text": part.text}
+            case _ if self._call is not None:
+                self._call[1].append(part.text)
+
+    def _end_of_call(self) -> Iterator[dict[str, Any]]:
+        if self._call is None:
+            return
+        (name, pieces), self._call = self._call, None
+        arguments = arguments_of("".join(pieces))
+        arguments = arguments if isinstance(arguments, dict) else {}
+        yield {"tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+
+    def _end(self) -> dict[str, Any]:
+        now_s = time.perf_counter()
+        first_s = self._first_s or now_s
+        return {
+            "done": True,
+            "done_reason": self._finish_reason,
+            "total_duration": int((now_s - self._start_s) * NS),
+            "load_duration": 0,
+            "prompt_eval_count": self._num_prompt_tokens,
+            "prompt_eval_duration": int((first_s - self._start_s) * NS),
+            "eval_count": self._num_completion_tokens,
+            "eval_duration": int((now_s - first_s) * NS),
+        }
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def add_ollama_routes(router: APIRouter, service: Service) -> None:
+    """The routes of Ollama's API."""
+    started = _now()
+
+    @router.post("/chat")
+    async def chat(body: OllamaChatRequest, request: Request) -> Response:
+        """Answer a conversation as Ollama's API does; as lines of JSON, or as a whole."""
+        return await create_chat(service, body, request)
+
+    @router.post("/generate")
+    async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
+        """Answer a prompt as Ollama's API does; as lines of JSON, or as a whole."""
+        return await create_generation(service, body, request)
+
+    @router.get("/tags")
+    async def tags() -> dict[str, Any]:
+        """The model that is served, by each of its names."""
+        return {"models": [_model(name, started) for name in service.model_names]}
+
+    @router.get("/ps")
+    async def running() -> dict[str, Any]:
+        """The same: it is always loaded."""
+        extra = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}
+        return {"models": [_model(name, started) | extra for name in service.model_names]}
+
+    @router.post("/show")
+    async def show(body: OllamaModelRequest) -> dict[str, Any]:
+        """What the model can do, and how long its context is."""
+        if body.asked_model:
+            service.check_model(body.asked_model)
+        has_template = service.tokenizer.chat_template is not None
+        capabilities = ["completion", *(["tools"] if has_template else [])]
+        if has_template and service.message_format.has_reasoning:
+            capabilities.append("thinking")
+        return {
+            "modified_at": started,
+            "template": service.tokenizer.info["chat_template"] or "",
+            "details": _DETAILS,
+            "capabilities": capabilities,
+            "model_info": {
+                "general.architecture": "outrider",
+                "outrider.context_length": service.engine_info.max_model_len,
+            },
+        }
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
+
+_DETAILS = {
+    "parent_model": "",
+    "format": "",
+    "family": "",
+    "families": [],
+    "parameter_size": "",
+    "quantization_level": "",
+}
+
+
+def _model(name: str, modified_at: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": modified_at,
+        "size": 0,
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": _DETAILS,
+    }
