@@ -18,7 +18,8 @@ from outrider.kernels.model.attention_reference import (
 )
 from outrider.kernels.model.batch_invariant_attention import Heads
 from outrider.kernels.model.paged_attention import paged_attention
-from outrider.kernels.model.rope import rotary_table
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.rope import rope_and_store, rotary_table
 from outrider.kernels.model.rows import BatchRows, lay_out
 
 from ..state.phase import Shape
@@ -209,6 +210,31 @@ class PagedAttention:
     def bound_pages(self) -> KVPages:
         assert self.pages is not None, "attention before its pages were bound"
         return self.pages
+
+    def store(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        rope: Rope,
+        head_norms: tuple[Norm, Norm] | None,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """Store keys and values in the pages; returns the rotated queries, if the rows have any.
+
+        Shape: qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads, head_dim]
+        """
+        q_norm, k_norm = head_norms or (None, None)
+        return rope_and_store(
+            qkv,
+            *batch.rotary(rope, qkv.dtype),
+            *self.bound_pages,
+            batch.rows.slot_mapping,
+            num_heads,
+            q_norm,
+            k_norm,
+            self.k_scale,
+            self.v_scale,
+        )
 
     def __call__(self, query: Tensor, batch: ForwardBatch) -> Tensor:
         """Attend over the pages, which must already hold the KV of these rows.

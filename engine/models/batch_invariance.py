@@ -38,12 +38,12 @@ def make_batch_invariant(network: Network, *, at_any_cost: bool = False) -> None
                 f"with weights in {formats} long prompts would take longer by half or more; set "
                 "engine.batch_invariant if that is worth it"
             )
-        blocks, head = list(network.blocks), network.head
+        blocks, output_layer = list(network.blocks), network.output_layer
         try:
             network.change_linears(as_batch_invariant)
             _prove(network)
         except Exception as reason:
-            network.blocks, network.head = blocks, head
+            network.blocks, network.output_layer = blocks, output_layer
             if isinstance(reason, torch.OutOfMemoryError):
                 raise ValueError("there is too little memory to find out how it sums") from None
             raise

@@ -5,9 +5,10 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, stack
+from outrider.kernels.model.rms_norm import Norm
 
 from .narrow_weight import Narrow, Scaled, Stacked
 from .weight_files import stored_tensors
-from .weights import Dense, Linear, RoundedInputs, Weight
+from .weights import Axis, Dense, Linear, RoundedInputs, Weight
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +29,25 @@ Progress = Callable[[int, int], None]  # is called with (tensors read, tensors i
 # UnsupportedModelError.
 Read = Callable[["Checkpoint", str], NarrowMatrix | None]
 
-EMBEDDING = "model.embed_tokens"
+EMBEDDING, OUTPUT_LAYER = "model.embed_tokens", "lm_head"
 _PICKLE = "pytorch_model.bin"  # the format of some heads
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+class Lent(NamedTuple):
+    """Parameters that transformers' modules have only while they run: all might not fit at once."""
+
+    names: Sequence[str]
+    make: Callable[[], Sequence[Tensor]]
+    # (inputs [T, K], i) -> those that parameter i multiplies; None: as they come
+    inputs: Callable[[Tensor, int], Tensor] | None = None
+
+
 class AnyCheckpoint(ABC):
-    """Tensors and layers, read by transformers' names when they are asked for."""
+    """Tensors and layers, read by transformers' names when they are asked for.
+
+    Whatever it hands out it also keeps by these names, for a comparison with transformers' code.
+    """
 
     _num_tensors: int
 
@@ -41,6 +55,8 @@ class AnyCheckpoint(ABC):
         self.dtype, self.device = dtype, device
         self._progress = progress
         self._names_read: set[str] = set()
+        self.tensors: dict[str, Tensor] = {}
+        self.lent: list[Lent] = []
 
     @abstractmethod
     def __contains__(self, name: str) -> bool: ...
@@ -50,12 +66,15 @@ class AnyCheckpoint(ABC):
         """A tensor in the dtype that it is stored in, or float32 if it is quantised."""
 
     @abstractmethod
-    def tensor(self, *names: str) -> Tensor:
-        """Tensors of the same width, stacked along the first dimension, in the model's dtype."""
+    def stacked(self, *names: str) -> Tensor:
+        """Tensors of the same width, stacked along the first dimension, in the model's dtype.
+
+        They are not kept.
+        """
 
     @abstractmethod
-    def tied(self, embedding: Tensor) -> Linear:
-        """The output layer that shares the matrix of the embedding."""
+    def _tied(self, embedding: Tensor) -> Weight:
+        """The embedding as the matrix of the output layer."""
 
     @abstractmethod
     def _weight(self, shapes: dict[str, tuple[int, int]]) -> Weight:
@@ -65,19 +84,48 @@ class AnyCheckpoint(ABC):
     def unread(self) -> set[str]:
         """The names of tensors of which nothing was read, nor anything else of their layer."""
 
-    def linear(self, num_inputs: int, **num_outputs: int) -> Linear:
-        """Linear layers that read the same input, as one; `num_outputs` of each, by its name.
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """A tensor in the model's dtype; with a shape, raises ValueError if it has another."""
+        self.tensors[name] = tensor = self.stacked(name)
+        if shape:
+            check_shape(name, tensor.shape, shape)
+        return tensor
+
+    def norm(self, name: str, size: int, eps: float) -> Norm:
+        """Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape."""
+        return Norm(self.tensor(f"{name}.weight", size), eps)
+
+    def linear(self, num_inputs: int, sizes: dict[str, int], axis: Axis | None = None) -> Linear:
+        """Linear layers that read the same input, as one; `sizes` are their outputs, by name.
 
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape, and
         UnsupportedModelError if a layer is in a format that is not served.
         """
-        shapes = {name: (size, num_inputs) for name, size in num_outputs.items()}
-        weight, biases = self._weight(shapes), [f"{name}.bias" for name in shapes]
+        weight = self._weight({name: (size, num_inputs) for name, size in sizes.items()})
+        self._lend(weight, sizes)
+        biases = [f"{name}.bias" for name in sizes]
         if biases[0] not in self:
-            return Linear(weight, None)
-        bias = self.tensor(*biases)
-        check_shape(" + ".join(biases), bias.shape, (sum(num_outputs.values()),))
-        return Linear(weight, bias)
+            return Linear(weight, None, axis)
+        bias = self.stacked(*biases)
+        check_shape(" + ".join(biases), bias.shape, (sum(sizes.values()),))
+        self.tensors |= zip(biases, bias.split([*sizes.values()]), strict=True)
+        return Linear(weight, bias, axis)
+
+    def tied(self, embedding: Tensor) -> Linear:
+        """The output layer that shares the matrix of the embedding."""
+        weight = self._tied(embedding)
+        self._lend(weight, {OUTPUT_LAYER: len(embedding)})
+        return Linear(weight, None)
+
+    def _lend(self, weight: Weight, sizes: dict[str, int]) -> None:
+        first = [0, *accumulate(sizes.values())]
+        self.lent.append(
+            Lent(
+                [f"{name}.weight" for name in sizes],
+                lambda: weight.dequantised().split([*sizes.values()]),
+                lambda x, i: weight.taken(x, first[i]),
+            )
+        )
 
     def _count(self, name: str) -> None:
         if name not in self._names_read:
@@ -128,7 +176,7 @@ class Checkpoint(AnyCheckpoint):
         self._count(name)
         return self.view(name).to(self.device)
 
-    def tensor(self, *names: str) -> Tensor:
+    def stacked(self, *names: str) -> Tensor:
         views = [self.view(name) for name in names]
         for name, view in zip(names, views, strict=True):
             if view.dtype not in _FLOATS:
@@ -156,9 +204,9 @@ class Checkpoint(AnyCheckpoint):
             raise ValueError(f"{name} is of dtype {view.dtype}; it holds integers")
         return view.long()
 
-    def tied(self, embedding: Tensor) -> Linear:
+    def _tied(self, embedding: Tensor) -> Weight:
         matrix = self._read(self, EMBEDDING) if self._read else None
-        return Linear(Dense(embedding) if matrix is None else self._narrow(matrix), None)
+        return Dense(embedding) if matrix is None else self._narrow(matrix)
 
     def _weight(self, shapes: dict[str, tuple[int, int]]) -> Weight:
         names = [f"{layer}.weight" for layer in shapes]
@@ -168,7 +216,7 @@ class Checkpoint(AnyCheckpoint):
         matrices = [self._read(self, layer) if self._read else None for layer in shapes]
         narrow = [matrix for matrix in matrices if matrix is not None]
         if not narrow:
-            return Dense(self.tensor(*names))
+            return Dense(self.stacked(*names))
         self.has_quantised = True
         for name, matrix, shape in zip(names, matrices, shapes.values(), strict=True):
             if matrix is not None:
@@ -178,7 +226,7 @@ class Checkpoint(AnyCheckpoint):
             if stacked is not None:
                 return self._narrow(stacked)
         weights: list[Weight] = [
-            Dense(self.tensor(name)) if matrix is None else self._narrow(matrix)
+            Dense(self.stacked(name)) if matrix is None else self._narrow(matrix)
             for name, matrix in zip(names, matrices, strict=True)
         ]
         if all(isinstance(weight, Dense) for weight in weights):  # unpacked

@@ -10,19 +10,20 @@ from torch import Tensor
 
 from outrider.kernels.cpu import layers as cpu
 from outrider.kernels.cpu.layers import pointer
-from outrider.kernels.cpu.packing import TILE
 from outrider.kernels.model.rope import rotary_table
 from outrider.kernels.model.rows import BatchRows
 from outrider.kernels.verify.cpu import LinesOfDrafts
 
 from ..state.batch import HostBatch
-from .attention import ForwardBatch, PagedAttention, Rope
-from .blocks import Block, GatedMLP
+from .attention import ForwardBatch, PagedAttention
+from .blocks import Block
 from .decoder import Decoder
 from .network import Pass
+from .parts.base import Compiled
 from .weights import Linear, Tiles
 
-_DIM_MULTIPLE = 16  # of a head
+# What the parts of a block must say of it; the rest comes with pages and positions.
+_FIELDS = {field[0] for field in cpu.Layer._fields_} - {"keys", "values", "cos", "sin"}
 _FEWEST_POSITIONS = 1024
 _MOST_KEPT_ROWS = 64  # of logits, which the next pass writes over
 
@@ -31,41 +32,23 @@ def can_compile(decoder: Decoder) -> bool:
     """Whether the compiled layers can do everything that this decoder does."""
     if cpu.compiled() is None or decoder.dtype not in (torch.float32, torch.bfloat16):
         return False
-    return (
-        isinstance(decoder.head.weight, Tiles)
-        and all(map(_is_known, decoder.blocks))
-        and len(set(map(_shape_of, decoder.blocks))) == 1
-    )
+    if not all(isinstance(linear.weight, Tiles) for linear in decoder.linears):
+        return False
+    layers = [layer for block in decoder.blocks if (layer := _layer_of(block))]
+    is_alike = all(layer.shape == layers[0].shape for layer in layers)
+    return is_alike and len(layers) == len(decoder.blocks)
 
 
-def _is_known(block: Block) -> bool:
-    attention, mlp = block.mixer.attention, block.mlp
-    return (
-        isinstance(mlp, GatedMLP)
-        and all(isinstance(linear.weight, Tiles) for linear in block.linears)
-        and attention.softcap is None
-        and attention.sinks is None
-        and attention.head_dim == attention.value_dim
-        and attention.head_dim % _DIM_MULTIPLE == 0
-        and mlp.gate_up.weight.shape[0] % (2 * TILE) == 0
-    )
-
-
-def _shape_of(block: Block) -> tuple[float, ...]:
-    """What all layers must have in common: heads, head width, MLP width, eps, scale."""
-    mixer, attention, mlp = block.mixer, block.mixer.attention, block.mlp
-    assert isinstance(mlp, GatedMLP)
-    head_eps = mixer.head_norms[0].eps if mixer.head_norms else 0.0
-    return (
-        mlp.down.weight.shape[0],
-        attention.num_heads,
-        attention.num_kv_heads,
-        attention.head_dim,
-        mlp.down.weight.shape[1],
-        mixer.norm.eps,
-        head_eps,
-        attention.scale,
-    )
+def _layer_of(block: Block) -> Compiled | None:
+    """All that its parts say of it; None if they do not say enough, or contradict each other."""
+    layer = Compiled({}, {})
+    for part in block.parts:
+        said = part.compiled()
+        if said is None or layer.shape | said.shape != said.shape | layer.shape:
+            return None
+        rope = layer.rope or said.rope
+        layer = Compiled(layer.shape | said.shape, layer.layer | said.layer, rope)
+    return layer if layer.rope and layer.layer.keys() == _FIELDS else None
 
 
 class CompiledDecoder(Decoder):
@@ -76,33 +59,36 @@ class CompiledDecoder(Decoder):
     def __init__(self, decoder: Decoder, *, is_tied: bool = False) -> None:
         """Take over a decoder for which `can_compile` is true.
 
-        `is_tied`: its head is the embedding, in the file's own codes, and serves as both.
+        `is_tied`: its output layer is the embedding, in the file's own codes, and serves as both.
         """
-        super().__init__(decoder.embedding, decoder.blocks, decoder.norm, decoder.head)
+        super().__init__(decoder.embedding, decoder.blocks, decoder.norm, decoder.output_layer)
         self._is_tied = is_tied
         if is_tied:
             del self.embedding
         self.target_ids, self.vocab_size = decoder.target_ids, decoder.vocab_size
         self._held: list[Tensor] = []  # keeps alive what the layers point to
-        self._layers = (cpu.Layer * len(self.blocks))(*map(self._described, self.blocks))
+        layers = [layer for block in self.blocks if (layer := _layer_of(block))]
+        self._ropes = [layer.rope for layer in layers if layer.rope]
+        self._layers = (cpu.Layer * len(layers))()
+        for described, layer in zip(self._layers, layers, strict=True):
+            for name, value in layer.layer.items():
+                setattr(described, name, self._field(value))
         self._bound: list[object] = []
         self._num_positions = 0  # positions in the layers' tables of cos and sin
-        *sizes, eps, head_eps, scale = _shape_of(self.blocks[0])
-        shape = cpu.Shape(*map(int, sizes), 0, False, eps, head_eps, scale)
         self._decoder = cpu.Decoder(
             addressof(self._layers),
             len(self._layers),
-            shape,
+            cpu.Shape(**layers[0].shape),
             0 if is_tied else pointer(self.embedding, self.dtype),
             self.dtype == torch.bfloat16,
-            self._kept(self.norm.weight),
-            self._matrix(self.head),
+            self._field(self.norm.weight),
+            self._field(self.output_layer),
             pointer(self.target_ids, torch.int64),
         )
 
     @property
     def input_embedding(self) -> Tensor:
-        return self.head.weight.dequantised() if self._is_tied else self.embedding
+        return self.output_layer.weight.dequantised() if self._is_tied else self.embedding
 
     @property
     def weight_formats(self) -> str:
@@ -211,33 +197,16 @@ class CompiledDecoder(Decoder):
             self._logits = logits
         return logits
 
-    def _described(self, block: Block) -> cpu.Layer:
-        mixer, mlp = block.mixer, block.mlp
-        assert isinstance(mlp, GatedMLP)
-        q_norm, k_norm = mixer.head_norms or (None, None)
-        window = mixer.attention.window or 0
-        return cpu.Layer(
-            norm=self._kept(mixer.norm.weight),
-            mlp_norm=self._kept(mlp.norm.weight),
-            q_norm=self._kept(q_norm.weight) if q_norm else 0,
-            k_norm=self._kept(k_norm.weight) if k_norm else 0,
-            qkv=self._matrix(mixer.qkv),
-            output=self._matrix(mixer.output),
-            gate_up=self._matrix(mlp.gate_up),
-            down=self._matrix(mlp.down),
-            window=window,
-        )
+    def _field(self, value: Linear | Tensor | int | None) -> cpu.Matrix | int:
+        if isinstance(value, Linear):
+            assert isinstance(value.weight, Tiles)
+            bias = None if value.bias is None else self._kept(value.bias)
+            return cpu.matrix(value.weight.matrix, bias)
+        return self._kept(value).data_ptr() if isinstance(value, Tensor) else value or 0
 
-    def _matrix(self, linear: Linear) -> cpu.Matrix:
-        assert isinstance(linear.weight, Tiles)
-        bias = None if linear.bias is None else linear.bias.float().contiguous()
-        if bias is not None:
-            self._held.append(bias)
-        return cpu.matrix(linear.weight.matrix, bias)
-
-    def _kept(self, weight: Tensor) -> int:
-        self._held.append(weight.float().contiguous())
-        return self._held[-1].data_ptr()
+    def _kept(self, tensor: Tensor) -> Tensor:
+        self._held.append(tensor.float().contiguous())
+        return self._held[-1]
 
     def _bind(self, attentions: Sequence[PagedAttention]) -> None:
         """Point the layers to their pages, if these have changed."""
@@ -259,8 +228,7 @@ class CompiledDecoder(Decoder):
         self._num_positions = max(_FEWEST_POSITIONS, 1 << (num_positions - 1).bit_length())
         positions = torch.arange(self._num_positions)
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # by the rope's frequencies
-        for layer, block in zip(self._layers, self.blocks, strict=True):
-            rope: Rope = block.mixer.rope
+        for layer, rope in zip(self._layers, self._ropes, strict=True):
             key = id(rope.inv_freq)
             if key not in self._tables:
                 self._tables[key] = rotary_table(positions, *rope, torch.float32)

@@ -1,4 +1,4 @@
-"""Our own decoder: embedding, blocks, norm, head."""
+"""Our own decoder: embedding, blocks, norm, output layer."""
 
 from collections.abc import Sequence
 
@@ -17,32 +17,33 @@ class Decoder(Stack, Network):
     """A causal LM made of blocks that our kernels, or their references, compute."""
 
     def __init__(
-        self, embedding: Tensor, blocks: Sequence[Block], norm: Norm, head: Linear
+        self, embedding: Tensor, blocks: Sequence[Block], norm: Norm, output_layer: Linear
     ) -> None:
-        """Shape: embedding [V, hidden]; head of [V, hidden]."""
-        super().__init__(embedding, blocks, norm, head)
-        self.vocab_size = head.weight.shape[0]
+        """Shape: embedding [V, hidden]; output_layer of [V, hidden]."""
+        super().__init__(embedding, blocks, norm, output_layer)
+        self.vocab_size = output_layer.weight.shape[0]
 
     @property
     def input_embedding(self) -> Tensor:
         return self.embedding
 
     @property
-    def output_head(self) -> Linear:
-        return self.head
+    def num_layers(self) -> int:
+        return len(self.blocks)
 
     @property
     def products_are_batch_invariant(self) -> bool:
         return all(weight.batch_invariant for weight in self.weights)
 
     def draft_only(self, token_ids: Tensor) -> None:
-        """Keep only these tokens' rows of the head; the logits of all others become -inf.
+        """Keep only these tokens' rows of the output layer; all other logits become -inf.
 
         Shape: token_ids [V'] int64, each once.
         """
-        assert isinstance(self.head.weight, Dense)
-        bias = None if self.head.bias is None else self.head.bias[token_ids]
-        self.head = Linear(Dense(self.head.weight.matrix[token_ids]), bias)
+        weight, bias = self.output_layer.weight, self.output_layer.bias
+        assert isinstance(weight, Dense)
+        bias = None if bias is None else bias[token_ids]
+        self.output_layer = Linear(Dense(weight.matrix[token_ids]), bias)
         self.target_ids = token_ids
 
     def __call__(self, batch: ForwardBatch) -> Pass:
@@ -58,7 +59,7 @@ class Decoder(Stack, Network):
         if num_layers in self.tapped_layers:
             self._tap(num_layers, rms_norm(x, self.norm), taps)
         rows = rms_norm(x, self.norm, batch.logits_rows)
-        logits = self.head(rows, out=self.place_of_logits(len(rows)))
+        logits = self.output_layer(rows, out=self.place_of_logits(len(rows)))
         return Pass(self.widened(logits), taps)
 
     def _tap(self, layer: int, x: Tensor, taps: Tensor | None) -> None:

@@ -13,7 +13,7 @@ from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
 from .checkpoint import EMBEDDING, AnyCheckpoint, Progress, check_shape
 from .gguf_file import FILE_NAME, GgufFile
-from .weights import Dense, Linear, Tiles, Weight
+from .weights import Dense, Tiles, Weight
 
 # Names in the architecture `llama`, the only one that is read here.
 _OUTER = {EMBEDDING: "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -113,18 +113,18 @@ class GgufCheckpoint(AnyCheckpoint):
     def stored(self, name: str) -> Tensor:
         return self._read(name).dequantised().view(self._file.shape_of(_gguf_name(name)))
 
-    def tensor(self, *names: str) -> Tensor:
+    def stacked(self, *names: str) -> Tensor:
         return torch.cat([self.stored(name).to(self.dtype) for name in names]).to(self.device)
 
     def unread(self) -> set[str]:
         read = {_gguf_name(name) for name in self._names_read}
         return {*self._file.names} - read - _ROPE_FACTORS
 
-    def tied(self, embedding: Tensor) -> Linear:
+    def _tied(self, embedding: Tensor) -> Weight:
         if not self._keeps_width:
-            return Linear(Dense(embedding), None)
+            return Dense(embedding)
         num_tokens, width = embedding.shape
-        return self.linear(width, **{EMBEDDING: num_tokens})
+        return self._weight({EMBEDDING: (num_tokens, width)})
 
     def _weight(self, shapes: dict[str, tuple[int, int]]) -> Weight:
         names = [f"{name}.weight" for name in shapes]
@@ -132,7 +132,7 @@ class GgufCheckpoint(AnyCheckpoint):
         for name, shape in zip(names, shapes.values(), strict=True):
             check_shape(name, self._file.shape_of(_gguf_name(name)), shape)
         if not self._keeps_width or shape[1] % BLOCK:
-            return Dense(self.tensor(*names))
+            return Dense(self.stacked(*names))
         parts = [self._read(name) for name in names]
         (layout,) = layouts if len(layouts) == 1 else (Layout.PLAIN,)
         if len(layouts) > 1:  # for example if v alone has more bits: merge the unpacked numbers

@@ -72,6 +72,11 @@ class HuggingFaceModel(Network):
             pack_linears(self.model, rounds=rounds)
             self._run_tiny()
             unpack_read(self.model)
+        layer = self.model.get_output_embeddings()
+        if isinstance(layer, PackedLinear):
+            self.output_layer = layer.linear
+        elif isinstance(layer, nn.Linear):
+            self.output_layer = Linear(Dense(layer.weight), layer.bias)
 
     @property
     def attentions(self) -> list[PagedAttention]:
@@ -83,11 +88,8 @@ class HuggingFaceModel(Network):
         return weight
 
     @property
-    def output_head(self) -> Linear:
-        layer: Any = self.model.get_output_embeddings()
-        if isinstance(layer, PackedLinear):
-            return layer.linear
-        return Linear(Dense(layer.weight), layer.bias)
+    def num_layers(self) -> int:
+        return len(self._attention_of)
 
     def tap(self, layers: Sequence[int]) -> None:
         last = len(self.attentions) - 1

@@ -22,7 +22,7 @@ from .admission import (
 )
 from .architectures import load_config
 from .batch_invariance import make_batch_invariant
-from .checkpoint import EMBEDDING, AnyCheckpoint, Checkpoint, Progress, Read
+from .checkpoint import EMBEDDING, OUTPUT_LAYER, AnyCheckpoint, Checkpoint, Progress, Read
 from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
 from .families import FAMILIES, build, why_unknown
@@ -145,12 +145,12 @@ class _Loader:
                 if rounds and self.is_draft:  # its layers are small: rounding inputs costs too much
                     read = rounding(rounds_inputs=False)
                 elif rounds:
-                    read = rounding(rounds_inputs=True, leaves_out=("lm_head", EMBEDDING))
+                    read = rounding(rounds_inputs=True, leaves_out=(OUTPUT_LAYER, EMBEDDING))
                 checkpoint = Checkpoint(folder, self.dtype, self.device, self.progress, read=read)
             decoder = build(self.hf_config, checkpoint)
             if quantised and isinstance(checkpoint, Checkpoint) and not checkpoint.has_quantised:
                 return None, "none of its layers is kept in that way"
-            original.fill(decoder)
+            original.fill(checkpoint)
         except UnsupportedModelError as error:
             return None, str(error)
         except (FileNotFoundError, KeyError, SafetensorError, ValueError) as error:
@@ -165,11 +165,13 @@ class _Loader:
         reason = why_different(
             decoder, original, starts, batch_invariant=is_cpu or decoder.batch_invariant
         )
-        del original  # it holds views of weights, which could not be freed when they are packed
+        unread = checkpoint.unread()
+        # They hold views of weights, which could not be freed when they are packed.
+        del original, checkpoint
         if reason is not None:
             return None, f"our decoder computes {reason} differently"
         text_config = self.hf_config.get_text_config()
-        warn_of_unread(self.config.path, checkpoint.unread(), text_config, ignored)
+        warn_of_unread(self.config.path, unread, text_config, ignored)
         if is_cpu:
             decoder = self._packed(decoder)
             self._set_up(decoder)
@@ -177,12 +179,13 @@ class _Loader:
 
     def _packed(self, decoder: Decoder) -> Decoder:
         """The decoder in the form that is fastest on a CPU."""
-        if self.is_draft and isinstance(decoder.head.weight, Dense):
+        if self.is_draft and isinstance(decoder.output_layer.weight, Dense):
             drafted = drafted_tokens(Path(self.config.path), decoder.vocab_size)
             if drafted is not None:
                 decoder.draft_only(drafted)
         rounds = rounds_weights(self.config, self.is_draft)
-        is_tied = self.hf_config.tie_word_embeddings and isinstance(decoder.head.weight, Tiles)
+        in_codes = isinstance(decoder.output_layer.weight, Tiles)
+        is_tied = self.hf_config.tie_word_embeddings and in_codes
         decoder.change_linears(partial(packed, rounds=rounds))
         if can_compile(decoder):
             decoder = CompiledDecoder(decoder, is_tied=is_tied)

@@ -92,6 +92,7 @@ class Network(PagedLayers):
     max_positions: int  # of the longest sequence that it computes correctly
     batch_invariant: bool = False  # whether the bits of a row do not depend on the batch
     attention_is_batch_invariant: bool = False  # whether its attention needs no proof of that
+    output_layer: Linear  # computes logits from normalised states, also for heads that share it
     tapped_layers: tuple[int, ...] = ()  # a pass hands out their residual streams; set by `tap`
     _logits: Tensor | None = None  # [max_rows, V]
 
@@ -102,8 +103,7 @@ class Network(PagedLayers):
 
     @property
     @abstractmethod
-    def output_head(self) -> Linear:
-        """The layer that computes logits from normalised states, for heads that share it."""
+    def num_layers(self) -> int: ...
 
     @property
     @abstractmethod
@@ -120,9 +120,9 @@ class Network(PagedLayers):
         -1 means the embeddings; the number of layers means the states after the last norm. Raises
         ValueError naming the valid layers.
         """
-        num_layers = len(self.attentions)
-        if not all(-1 <= layer <= num_layers for layer in layers):
-            raise ValueError(f"cannot tap layers {list(layers)}: there are 0 to {num_layers - 1}")
+        last = self.num_layers - 1
+        if not all(-1 <= layer <= last + 1 for layer in layers):
+            raise ValueError(f"cannot tap layers {list(layers)}: there are 0 to {last}")
         self.tapped_layers = tuple(sorted(layers))
 
     def reserve_logits(self, max_rows: int) -> None:
@@ -163,7 +163,7 @@ class Network(PagedLayers):
 
         Every row gets logits, or one row a sequence. Returns the logits of the largest shape;
         those of the other shapes begin at the same address, unless the model computes them outside
-        its head. Raises UnsupportedModelError if the model's own code waits for the GPU.
+        its output layer. Raises UnsupportedModelError if the model's own code waits for the GPU.
         """
         shapes = captured_shapes(
             self._slots.max_num_seqs, rows_per_seq, most_rows, every_row_has_logits

@@ -5,9 +5,7 @@ chooses the format by what the checkpoint holds.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, Self, TypedDict, Unpack
+from typing import Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -26,6 +24,8 @@ from outrider.kernels.model.packed_linear import PackedWeight, pack_weight, pack
 from outrider.kernels.model.rms_norm import Norm, rms_norm, rms_norm_reference
 from outrider.kernels.model.row_codes import Normed, RowCodes, rounded_rows
 from outrider.kernels.model.silu_mul import silu_mul, silu_mul_reference
+
+Axis = Literal["outputs", "inputs"]
 
 
 class Fused(TypedDict, total=False):
@@ -88,6 +88,10 @@ class Weight(StoredWeights, ABC):
         """
         raise ValueError(f"weights in {self.format} have no such products")
 
+    def packed(self, *, rounds: bool) -> "Weight":
+        """The same matrix as `packed` makes it."""
+        return self
+
 
 class Unfused(Weight):
     """A format whose kernel does a product and no more: torch adds norm, gate and residual."""
@@ -142,6 +146,14 @@ class Dense(Weight):
 
     def as_batch_invariant(self, bias: Tensor | None) -> "Dense":
         return Dense(self.matrix, library_rows(self.matrix, bias))
+
+    def packed(self, *, rounds: bool) -> Weight:
+        if rounds and compiled() is not None:
+            tiles = Tiles.rounded(self.matrix)
+            if tiles is not None:
+                return tiles
+        matrix = pack_weight(self.matrix)
+        return self if matrix is None else Packed(matrix, self.shape)
 
 
 class Packed(Unfused):
@@ -228,12 +240,16 @@ class RoundedInputs(Unfused):
     def taken(self, x: Tensor, output: int) -> Tensor:
         return rounded_rows(x, self.row_format)
 
+    def packed(self, *, rounds: bool) -> Weight:
+        return RoundedInputs(self.weight.packed(rounds=rounds), self.row_format)
+
 
 class Linear(NamedTuple):
     """A linear layer: x W^T + b."""
 
     weight: Weight
     bias: Tensor | None  # [N]
+    axis: Axis | None = None  # along which ranks share it; None: each has the whole
 
     def __call__(self, x: Tensor, **fused: Unpack[Fused]) -> Tensor:
         return self.weight.multiply(x, self.bias, **fused)
@@ -252,29 +268,12 @@ class Linear(NamedTuple):
         return self.weight.add_to(residual, x, self.bias, norm)
 
 
-@dataclass(slots=True)
-class Part:
-    """A part of a block; those of its fields that are a `Linear` are its linear layers."""
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return tuple(self._linears().values())
-
-    def changed(self, change: Callable[[Linear], Linear]) -> Self:
-        """The same part with its linear layers replaced, one by one in their order."""
-        return replace(self, **{name: change(linear) for name, linear in self._linears().items()})
-
-    def _linears(self) -> dict[str, Linear]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Linear)}
-
-
 def as_batch_invariant(linear: Linear) -> Linear:
     """The same layer on a GPU; the bits of a row do not depend on the batch.
 
     Raises ValueError if its format or this GPU cannot do that.
     """
-    return Linear(linear.weight.as_batch_invariant(linear.bias), linear.bias)
+    return linear._replace(weight=linear.weight.as_batch_invariant(linear.bias))
 
 
 def packed(linear: Linear, *, rounds: bool) -> Linear:
@@ -282,15 +281,5 @@ def packed(linear: Linear, *, rounds: bool) -> Linear:
 
     Returns it unchanged if oneDNN lacks the dtype, or this torch the operator.
     """
-    weight = linear.weight
-    if isinstance(weight, RoundedInputs):
-        inner = packed(Linear(weight.weight, None), rounds=rounds).weight
-        return Linear(RoundedInputs(inner, weight.row_format), linear.bias)
-    if not isinstance(weight, Dense):
-        return linear
-    if rounds and compiled() is not None:
-        tiles = Tiles.rounded(weight.matrix)
-        if tiles is not None:
-            return Linear(tiles, linear.bias)
-    matrix = pack_weight(weight.matrix)
-    return linear if matrix is None else Linear(Packed(matrix, weight.shape), linear.bias)
+    weight = linear.weight.packed(rounds=rounds)
+    return linear if weight is linear.weight else linear._replace(weight=weight)

@@ -83,7 +83,7 @@ class MasksAfterAnchor:
         x = head(torch.where(is_anchor, batch.input_ids, head.mask_token_id), batch)
         rows = rows_of_drafts(batch.rows, k, head.num_leading_rows)
         h = head.states(x[rows.flatten()])
-        logits = head.head(h).view(*rows.shape, -1)
+        logits = head.output_layer(h).view(*rows.shape, -1)
         return Block(batch.rows.slots, logits, h.view(*rows.shape, -1))
 
 

@@ -11,10 +11,12 @@ from torch import Tensor
 from verification import HAS_KERNELS
 
 from outrider.engine.models.attention import ForwardBatch, KVPages, PagedAttention, Rope
-from outrider.engine.models.blocks import AttentionMixer, Block, GatedMLP
+from outrider.engine.models.blocks import Block
 from outrider.engine.models.compiled_decoder import CompiledDecoder, can_compile
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.network import Network
+from outrider.engine.models.parts.attention import Attention
+from outrider.engine.models.parts.gated_mlp import GatedMLP
 from outrider.engine.models.weights import Linear, Tiles
 from outrider.kernels.cpu import layers
 from outrider.kernels.cpu.packing import Codes, Layout, pack
@@ -57,7 +59,7 @@ def decoder(rng: random.Random) -> Decoder:
     rope = Rope(100.0 ** -torch.linspace(0, 1, dim // 2), 1.0)
     blocks = [
         Block(
-            AttentionMixer(
+            Attention(
                 norm(hidden),
                 linear(rng, (heads + 2 * kv_heads) * dim, hidden),
                 linear(rng, hidden, heads * dim),

@@ -21,6 +21,8 @@ from outrider.engine.models import admission, families, loading
 from outrider.engine.models.blocks import Block
 from outrider.engine.models.compiled_decoder import CompiledDecoder
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.families import base
+from outrider.engine.models.families.llama import Llama
 from outrider.engine.models.hugging_face import HuggingFaceModel
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network
@@ -124,7 +126,7 @@ def test_what_the_config_says_beyond_the_known_is_left_to_transformers(
 def test_a_declared_field_that_is_not_implemented_is_left_to_transformers(
     tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(families, "_IMPLEMENTED", families._IMPLEMENTED - {"mlp_bias"})
+    monkeypatch.setattr(Llama, "fields", Llama.fields - {"mlp_bias"})
     assert isinstance(load(tiny_model("llama")), Decoder)
     assert isinstance(load(tiny_model("llama", mlp_bias=True)), HuggingFaceModel)
 
@@ -222,7 +224,7 @@ def test_ministral_3_is_left_to_transformers(
     if is_listed:
         listed = families.FAMILIES | {"ministral3": families.FAMILIES["mistral"]}
         monkeypatch.setattr(families, "FAMILIES", listed)
-        monkeypatch.setattr(families, "_ROPE", families._ROPE | {"llama_4_scaling_beta"})
+        monkeypatch.setattr(base, "_ROPE", base._ROPE | {"llama_4_scaling_beta"})
     assert isinstance(load(path), HuggingFaceModel)
 
 

@@ -104,7 +104,7 @@ def test_a_layer_of_another_width_is_told(tmp_path: Path) -> None:
     checkpoint = GgufCheckpoint(tmp_path, torch.float32, DEVICE, ignore_progress)
     sizes = {f"model.layers.0.self_attn.{name}_proj": 8 for name in "qk"}
     with pytest.raises(ValueError, match=r"k_proj.weight is 8 x 64; .* must be 8 x 32"):
-        checkpoint.linear(32, **sizes)
+        checkpoint.linear(32, sizes)
 
 
 @pytest.mark.parametrize("alignment", [0, "x"])
@@ -200,7 +200,7 @@ def test_the_check_at_load_unpacks_a_weight_once_a_pass(
     network = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
     assert isinstance(network, CompiledDecoder)
     # Three modules of transformers' share the weight of queries, keys and values; one has the head.
-    linears = [*network.blocks[0].linears, network.head]
+    linears = [*network.blocks[0].linears, network.output_layer]
     assert len({times[linear.weight] for linear in linears}) == 1, times
 
 

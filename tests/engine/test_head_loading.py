@@ -15,7 +15,7 @@ from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
-from outrider.engine.models.families import window_of
+from outrider.engine.models.families.base import window_of
 from outrider.engine.models.heads.config import HeadConfig, HeadError, head_kind
 from outrider.engine.models.heads.loading import load_head
 from outrider.engine.models.loading import load_network
@@ -266,7 +266,7 @@ def test_a_head_can_be_rounded_to_fp8(target: Path, tmp_path: Path) -> None:
     plain = {name: tensor.to(DEVICE) for name, tensor in tensors_of(path).items()}
     for linear, name in (
         (head.fc, "fc"),
-        (head.head, "lm_head"),
+        (head.output_layer, "lm_head"),
         (head.blocks[0].mlp.down, "midlayer.mlp.down_proj"),
     ):
         weight, meant = linear.weight.dequantised(), plain[f"{name}.weight"]

@@ -68,14 +68,14 @@ def test_nothing_but_the_head_need_be_named(target: Path) -> None:
     head, network = engine.worker.pair.head, engine.worker.pair.target
     assert head is not None
     assert head.embedding is network.input_embedding
-    assert head.head is network.output_head
+    assert head.output_layer is network.output_layer
 
 
 def test_the_projection_is_one_of_its_weights(target: Path) -> None:
     network = load_network(ModelConfig(path=str(target), dtype="float32"), DEVICE)
     config = ModelConfig(path=str(target), dtype="float32", is_mtp=True)
     head = load_head(config, network, config.path)
-    parts = (*head.blocks[0].linears, head.head, head.fc)
+    parts = (*head.blocks[0].linears, head.output_layer, head.fc)
     assert head.weight_bytes == sum(linear.weight.num_bytes for linear in parts)
 
 
@@ -194,4 +194,4 @@ def test_a_head_can_be_rounded_to_fp8(target: Path) -> None:
         error = (linear.weight.dequantised() - meant).abs() / meant.abs().amax(1, keepdim=True)
         assert 1e-3 < error.max() < 0.05
         assert linear.weight.input_eps == 2**-8
-    assert torch.equal(head.head.weight.dequantised(), plain["lm_head.weight"].to(DEVICE))
+    assert torch.equal(head.output_layer.weight.dequantised(), plain["lm_head.weight"].to(DEVICE))

@@ -77,7 +77,7 @@ def test_logits_are_those_of_the_matrices_that_the_codes_mean(
         assert all(type(weight) is kept for weight in weights)
         meant = load_file(tmp_path / "meant/model.safetensors")
         num_weights = sum(len(t.flatten()) for key, t in meant.items() if "_proj" in key)
-        head = network.head.weight.num_bytes
+        head = network.output_layer.weight.num_bytes
         most = 1.3 if "8" in name or "int8" in name else 0.8
         assert network.weight_bytes - head < most * num_weights
 
@@ -116,7 +116,7 @@ def test_inputs_are_rounded_where_blocks_are_as_wide_as_the_kernels_take(
     save_file(tensors, tmp_path / "model.safetensors")
     told = {"weight_block_size": [128, width], "activation_scheme": "dynamic"}
     checkpoint = Checkpoint(tmp_path, torch.float32, DEVICE, lambda *_: None, read=fp8.reader(told))
-    weight = checkpoint.linear(640, a=16).weight
+    weight = checkpoint.linear(640, {"a": 16}).weight
     assert (weight.input_eps > 0) == rounds_inputs
     x = torch.randn(3, 640, generator=generator).to(DEVICE)
     expected = x @ weight.dequantised().t()
@@ -139,7 +139,7 @@ def test_a_plain_checkpoint_is_rounded_on_the_way(
     # The embedding is looked up as it was; the head is rounded in a draft, which may be wrong.
     embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"].to(DEVICE)
     assert torch.equal(network.embedding, embedding)
-    same = torch.equal(network.head.weight.dequantised(), embedding)
+    same = torch.equal(network.output_layer.weight.dequantised(), embedding)
     assert same != is_draft
     assert (network.blocks[0].mlp.down.weight.input_eps > 0) != is_draft
 

@@ -33,7 +33,7 @@ def rounding(*, rounds_inputs: bool, leaves_out: Collection[str] = ()) -> Read:
     def read(tensors: Checkpoint, layer: str) -> NarrowMatrix | None:
         if layer in leaves_out:
             return None
-        return round_to_fp8(tensors.tensor(f"{layer}.weight"), rounds_inputs=rounds_inputs)
+        return round_to_fp8(tensors.stacked(f"{layer}.weight"), rounds_inputs=rounds_inputs)
 
     return read
 

@@ -3,13 +3,14 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outrider.kernels.model.e2m1 import MOST_EXPONENT
-from outrider.kernels.model.expert_matrix import GROUP, ExpertMatrix
+from outrider.kernels.model.expert_matrix import GROUP, ExpertMatrix, expert_of
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
 from ..admission import UnsupportedModelError
-from ..checkpoint import Checkpoint, Read, check_shape
+from ..checkpoint import Checkpoint, Lent, Read, check_shape
 
 
 def reader(config: dict[str, Any]) -> Read:
@@ -79,4 +80,18 @@ def read_experts(
     offsets = tensors.tensor(bias)
     if interleaved:
         offsets = torch.cat((offsets[:, ::2], offsets[:, 1::2]), 1)
-    return ExpertMatrix(matrix, offsets.flatten(), num_experts)
+    layer = ExpertMatrix(matrix, offsets.flatten(), num_experts)
+    tensors.lent.append(Lent([name], lambda: [_as_stored(layer, tensors.dtype, interleaved)]))
+    return layer
+
+
+def _as_stored(layer: ExpertMatrix, dtype: torch.dtype, interleaved: bool) -> Tensor:
+    """The matrices as transformers' modules have them: transposed. Shape: [E, K, N]."""
+    num_in, num_out = layer.matrix.num_in, layer.num_out
+    whole = layer.bias.new_empty(layer.num_experts, num_in, num_out, dtype=dtype)
+    for i, transposed in enumerate(whole):
+        matrix, _ = expert_of(layer, i, dtype)
+        if interleaved:
+            matrix = matrix.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+        transposed.copy_(matrix.t())
+    return whole

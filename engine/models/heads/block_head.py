@@ -32,7 +32,7 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
-from ..attention import ForwardBatch
+from ..attention import ForwardBatch, PagedAttention, Rope
 from ..weights import Linear
 from .config import BlockConfig
 from .head import Head
@@ -75,6 +75,15 @@ class ConfidenceHead(NamedTuple):
         return torch.sigmoid(h.float() @ self.weight + self.bias)
 
 
+class Context(NamedTuple):
+    """What stores keys and values of the context for one layer."""
+
+    kv: Linear  # the part of the layer's qkv
+    attention: PagedAttention
+    rope: Rope
+    head_norms: tuple[Norm, Norm] | None
+
+
 class BlockHead(Head):
     """A head over its target's states that drafts a block of tokens in one pass."""
 
@@ -83,16 +92,16 @@ class BlockHead(Head):
         config: BlockConfig,
         *,
         hidden_norm: Norm,
-        context_kv: Sequence[Linear],
+        context: Sequence[Context],
         markov: MarkovHead | None,
         confidence: ConfidenceHead | None,
         **layers: Any,
     ) -> None:
-        """`layers` as in Head; `context_kv` is the part of each mixer's qkv for keys and values."""
+        """`layers` as in Head; `context` has an entry for each of them."""
         super().__init__(**layers)
         self.kind = "dflash" if markov is None else "dspark"
         self.hidden_norm = hidden_norm
-        self.context_kv = list(context_kv)
+        self.context = list(context)
         self.mask_token_id = config.mask_token_id
         # Rows of a block before the first that predicts a draft.
         self.num_leading_rows = 0 if config.predicts_from_anchor else 1
@@ -103,15 +112,15 @@ class BlockHead(Head):
 
     def change_linears(self, change: Callable[[Linear], Linear]) -> None:
         super().change_linears(change)
-        self.context_kv = [change(linear) for linear in self.context_kv]
+        self.context = [layer._replace(kv=change(layer.kv)) for layer in self.context]
         if self.markov is not None:
             self.markov = self.markov._replace(output=change(self.markov.output))
 
     def read(self, taps: Tensor, batch: ForwardBatch) -> None:
         """Store keys and values of the target's states. Shape: [T, num_taps, target's hidden]."""
         c = rms_norm(self.fc(taps.flatten(1)), self.hidden_norm)
-        for block, kv in zip(self.blocks, self.context_kv, strict=True):
-            block.mixer.store(kv(c), 0, batch)
+        for layer in self.context:
+            layer.attention.store(layer.kv(c), 0, layer.rope, layer.head_norms, batch)
 
     def __call__(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
         """The rows of blocks, before the last norm. Shape: [T] -> [T, hidden]."""

@@ -83,4 +83,4 @@ class Eagle3Head(AutoregressiveHead):
         return rms_norm(y, self.norm) if self.norm_output else y
 
     def logits(self, y: Tensor) -> Tensor:
-        return self.head(y, norm=self.norm)
+        return self.output_layer(y, norm=self.norm)

@@ -26,14 +26,15 @@ class Head(Stack):
         embedding: Tensor,
         blocks: Sequence[Block],
         norm: Norm,
-        head: Linear,
+        output_layer: Linear,
         target_ids: Tensor | None,
         vocab_size: int,
     ) -> None:
-        """Shape: fc of [hidden, num_taps * target's]; embedding [V, hidden]; head of [V', hidden];
-        target_ids [V'] int64, the target's id of each of its tokens, or None: they are equal.
+        """Shape: fc of [hidden, num_taps * target's]; embedding [V, hidden]; output_layer of
+        [V', hidden]; target_ids [V'] int64, the target's id of each of its tokens, or None: they
+        are equal.
         """
-        super().__init__(embedding, blocks, norm, head)
+        super().__init__(embedding, blocks, norm, output_layer)
         self.fc = fc
         self.target_ids = target_ids
         self.vocab_size = vocab_size

@@ -18,19 +18,22 @@ from ...config import ModelConfig
 from ..admission import DTYPES
 from ..architectures import load_config
 from ..blocks import Block
-from ..checkpoint import Checkpoint, Progress, Read, check_shape
-from ..families import window_of
+from ..checkpoint import AnyCheckpoint, Checkpoint, Progress, Read, check_shape
+from ..families import FAMILIES
+from ..families.base import window_of
+from ..families.llama import Llama
 from ..formats.fp8 import rounding
-from ..llama import LlamaReader
 from ..loading import quantised_format, rounds_weights
 from ..network import Network
+from ..parts.attention import Attention
+from ..parts.base import Part
 from ..weights import packed
-from .block_head import BlockHead, ConfidenceHead, MarkovHead
+from .block_head import BlockHead, ConfidenceHead, Context, MarkovHead
 from .config import MTP_LAYER, BlockConfig, HeadConfig, HeadError, check_mtp_head
 from .eagle3 import Eagle3Head
 from .head import Head
 from .mtp import MtpHead
-from .vocabulary import check_mask_token, read_embedding, read_output_head, read_target_ids
+from .vocabulary import check_mask_token, read_embedding, read_output_layer, read_target_ids
 
 
 def load_head(
@@ -83,7 +86,7 @@ def _read_head(config: ModelConfig, target: Network, progress: Progress) -> tupl
     head_config = HeadConfig.load(Path(config.path))
     if config.head_layers:
         head_config = replace(head_config, boundaries=tuple(sorted(config.head_layers)))
-    boundaries = head_config.boundaries_of(len(target.attentions))
+    boundaries = head_config.boundaries_of(target.num_layers)
     checkpoint = _checkpoint(config, target, progress)
     head = _build(head_config, checkpoint, target, len(boundaries))
     return head, [boundary - 1 for boundary in boundaries]
@@ -105,60 +108,55 @@ def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps
             f"fc.weight is {' x '.join(map(str, found))}; for {num_taps} hidden states of this "
             f"target, each {target_width} wide, it must be {width} x {num_inputs}"
         )
-    reader = LlamaReader(checkpoint, config.layers)
     first = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
+    read = Llama(checkpoint, config.layers)
+    layers = _layers(config, read, first)
     shared: dict[str, Any] = {
-        "fc": checkpoint.linear(num_inputs, fc=width),
+        "fc": checkpoint.linear(num_inputs, {"fc": width}),
         "embedding": read_embedding(config, checkpoint, target),
-        "blocks": _blocks(config, reader, first),
-        "norm": reader.norm("norm"),
-        "head": read_output_head(config, reader, target),
+        "blocks": [Block(*parts) for parts in layers],
+        "norm": read.norm("norm"),
+        "output_layer": read_output_layer(config, checkpoint, target),
         "target_ids": read_target_ids(config, checkpoint, target),
         "vocab_size": target.vocab_size,
     }
     if config.block is not None:
-        return _block_head(config, config.block, reader, shared)
+        mixers = [mixer for mixer, _ in layers]
+        return _block_head(config, config.block, read, mixers, shared)
     if config.kind == "peagle" or "mask_hidden" in checkpoint:
         shared |= _mask(config, checkpoint, shared["embedding"], num_taps, target_width)
     return Eagle3Head(
-        fc_norms=_fc_norms(config, reader, num_taps, target_width),
-        hidden_norm=reader.norm(f"{first}.hidden_norm"),
+        fc_norms=_fc_norms(config, read, num_taps, target_width),
+        hidden_norm=read.norm(f"{first}.hidden_norm"),
         norm_before_residual=config.norm_before_residual,
         norm_output=config.norm_output,
         **shared,
     )
 
 
-def _blocks(config: HeadConfig, reader: LlamaReader, first: str) -> list[Block]:
-    layers, block = config.layers, config.block
-    rope, blocks = reader.rope(), []
+def _layers(config: HeadConfig, read: Llama, first: str) -> list[tuple[Attention, Part]]:
+    layers, block, found = config.layers, config.block, []
     for i, name in enumerate([first, *(f"layers.{i}" for i in range(1, layers.num_hidden_layers))]):
         # In later layers, some trainers give the only norm the other name.
-        has_usual_norm = f"{name}.input_layernorm.weight" in reader.checkpoint
+        has_usual_norm = f"{name}.input_layernorm.weight" in read.tensors
+        norm = read.norm(f"{name}.{'input_layernorm' if has_usual_norm else 'hidden_norm'}")
         reads_both = block is None and i == 0  # EAGLE-3's first layer reads [e; a]
         window, causal = window_of(layers, i), True
         if block is not None:
             causal = window is not None if block.is_causal is None else block.is_causal
-        blocks.append(
-            reader.block(
-                name,
-                rope,
-                window=window,
-                input_width=layers.hidden_size * (2 if reads_both else 1),
-                input_norm="input_layernorm" if has_usual_norm else "hidden_norm",
-                causal=causal,
-            )
-        )
-    return blocks
+        width = layers.hidden_size * (2 if reads_both else 1)
+        options = {"window": window, "causal": causal, "input_width": width}
+        mixer = read.mixer(f"{name}.self_attn", norm, i, **options)
+        norm = read.norm(f"{name}.post_attention_layernorm")
+        found.append((mixer, read.mlp(f"{name}.mlp", norm, i)))
+    return found
 
 
-def _fc_norms(
-    config: HeadConfig, reader: LlamaReader, num_taps: int, target_width: int
-) -> list[Norm]:
-    if config.fc_norm or "fc_norm.0.weight" in reader.checkpoint:
-        return [reader.norm(f"fc_norm.{i}", target_width) for i in range(num_taps)]
-    if config.norm_before_fc or "input_norm.weight" in reader.checkpoint:
-        return [reader.norm("input_norm", num_taps * target_width)]
+def _fc_norms(config: HeadConfig, read: Llama, num_taps: int, target_width: int) -> list[Norm]:
+    if config.fc_norm or "fc_norm.0.weight" in read.tensors:
+        return [read.norm(f"fc_norm.{i}", target_width) for i in range(num_taps)]
+    if config.norm_before_fc or "input_norm.weight" in read.tensors:
+        return [read.norm("input_norm", num_taps * target_width)]
     return []
 
 
@@ -177,54 +175,57 @@ def _mask(
 
 
 def _block_head(
-    config: HeadConfig, block: BlockConfig, reader: LlamaReader, shared: dict[str, Any]
+    config: HeadConfig,
+    block: BlockConfig,
+    read: Llama,
+    mixers: list[Attention],
+    shared: dict[str, Any],
 ) -> BlockHead:
     check_mask_token(block.mask_token_id, shared["embedding"])
-    markov = None if block.markov is None else _markov_head(config, block.markov, reader)
-    attention = shared["blocks"][0].mixer.attention
-    num_kv = attention.num_kv_heads * attention.head_dim
+    checkpoint, width = read.tensors, config.layers.hidden_size
+    markov = None if block.markov is None else _markov_head(config, block.markov, checkpoint)
+    context = []
+    for i, mixer in enumerate(mixers):
+        layer = mixer.attention
+        names = (f"layers.{i}.self_attn.{part}_proj" for part in "kv")
+        kv = checkpoint.linear(width, dict.fromkeys(names, layer.num_kv_heads * layer.head_dim))
+        context.append(Context(kv, layer, mixer.rope, mixer.head_norms))
     return BlockHead(
         block,
-        hidden_norm=reader.norm("hidden_norm"),
-        context_kv=[
-            reader.checkpoint.linear(
-                config.layers.hidden_size,
-                **{f"layers.{i}.self_attn.{part}_proj": num_kv for part in "kv"},
-            )
-            for i in range(len(shared["blocks"]))
-        ],
+        hidden_norm=read.norm("hidden_norm"),
+        context=context,
         markov=markov,
-        confidence=_confidence_head(config, markov, reader) if block.has_confidence else None,
+        confidence=_confidence_head(config, markov, checkpoint) if block.has_confidence else None,
         **shared,
     )
 
 
-def _markov_head(config: HeadConfig, kind: str, reader: LlamaReader) -> MarkovHead:
+def _markov_head(config: HeadConfig, kind: str, checkpoint: AnyCheckpoint) -> MarkovHead:
     name, width = "markov_head", config.layers.hidden_size
-    previous = reader.checkpoint.tensor(f"{name}.markov_w1.weight")
+    previous = checkpoint.tensor(f"{name}.markov_w1.weight")
     rank = previous.shape[1]
     check_shape(f"{name}.markov_w1.weight", previous.shape, (config.layers.vocab_size, rank))
-    output = reader.checkpoint.linear(rank, **{f"{name}.markov_w2": config.draft_vocab_size})
+    output = checkpoint.linear(rank, {f"{name}.markov_w2": config.draft_vocab_size})
     gate = joint = None
     if kind == "gated":
-        gate = reader.checkpoint.linear(width + rank, **{f"{name}.gate_proj": rank})
+        gate = checkpoint.linear(width + rank, {f"{name}.gate_proj": rank})
     elif kind == "rnn":
-        joint = reader.checkpoint.linear(2 * rank + width, **{f"{name}.joint_proj": 3 * rank})
+        joint = checkpoint.linear(2 * rank + width, {f"{name}.joint_proj": 3 * rank})
     return MarkovHead(previous, output, gate, joint)
 
 
 def _confidence_head(
-    config: HeadConfig, markov: MarkovHead | None, reader: LlamaReader
+    config: HeadConfig, markov: MarkovHead | None, checkpoint: AnyCheckpoint
 ) -> ConfidenceHead | None:
     name, width = "confidence_head.proj", config.layers.hidden_size
-    if f"{name}.weight" not in reader.checkpoint:
+    if f"{name}.weight" not in checkpoint:
         return None
-    weight = reader.checkpoint.tensor(f"{name}.weight").float()
+    weight = checkpoint.tensor(f"{name}.weight").float()
     widths = {width} if markov is None else {width, width + markov.embedding.shape[1]}
     if weight.shape not in {(1, size) for size in widths}:
         check_shape(f"{name}.weight", weight.shape, (1, max(widths)))
-    has_bias = f"{name}.bias" in reader.checkpoint
-    bias = reader.checkpoint.tensor(f"{name}.bias") if has_bias else weight.new_zeros(1)
+    has_bias = f"{name}.bias" in checkpoint
+    bias = checkpoint.tensor(f"{name}.bias") if has_bias else weight.new_zeros(1)
     return ConfidenceHead(weight[0], bias.float())
 
 
@@ -242,16 +243,17 @@ def _read_mtp_head(
     hf_config: Any = load_config(folder)
     quantised = quantised_format(config, hf_config)
     checkpoint = _checkpoint(config, target, progress, quantised[1] if quantised else None)
-    reader, width = LlamaReader(checkpoint, hf_config), hf_config.hidden_size
+    family = FAMILIES[hf_config.model_type](checkpoint, hf_config)
+    width = hf_config.hidden_size
     head = MtpHead(
-        embedding_norm=reader.norm(f"{MTP_LAYER}.token_layernorm"),
-        hidden_norm=reader.norm(f"{MTP_LAYER}.hidden_layernorm"),
-        fc=reader.checkpoint.linear(2 * width, **{f"{MTP_LAYER}.input_proj": width}),
+        embedding_norm=family.norm(f"{MTP_LAYER}.token_layernorm"),
+        hidden_norm=family.norm(f"{MTP_LAYER}.hidden_layernorm"),
+        fc=checkpoint.linear(2 * width, {f"{MTP_LAYER}.input_proj": width}),
         embedding=target.input_embedding,
-        blocks=[reader.block(MTP_LAYER, reader.rope(), window=window_of(hf_config, 0))],
-        norm=reader.norm(f"{MTP_LAYER}.final_layernorm"),
-        head=target.output_head,
+        blocks=[family.block(MTP_LAYER, 0)],
+        norm=family.norm(f"{MTP_LAYER}.final_layernorm"),
+        output_layer=target.output_layer,
         target_ids=None,
         vocab_size=target.vocab_size,
     )
-    return head, [len(target.attentions)]
+    return head, [target.num_layers]

@@ -50,4 +50,4 @@ class MtpHead(AutoregressiveHead):
         return y
 
     def logits(self, y: Tensor) -> Tensor:
-        return self.head(y)
+        return self.output_layer(y)

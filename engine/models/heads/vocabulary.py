@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..checkpoint import Checkpoint, check_shape
-from ..llama import LlamaReader
+from ..checkpoint import OUTPUT_LAYER, Checkpoint
 from ..network import Network
 from ..weights import Linear
 from .config import HeadConfig, HeadError
@@ -20,23 +19,22 @@ def read_embedding(config: HeadConfig, checkpoint: Checkpoint, target: Network) 
                 f"the head is {width}"
             )
         return theirs
-    own = checkpoint.tensor(name)
-    check_shape(name, own.shape, (len(theirs), width))
+    own = checkpoint.tensor(name, len(theirs), width)
     return theirs if own.shape == theirs.shape and torch.equal(own, theirs) else own
 
 
-def read_output_head(config: HeadConfig, reader: LlamaReader, target: Network) -> Linear:
+def read_output_layer(config: HeadConfig, checkpoint: Checkpoint, target: Network) -> Linear:
     """The head's own output layer, or the target's if it has none."""
     width = config.layers.hidden_size
-    if "lm_head.weight" in reader.checkpoint or config.block is None:
-        return reader.checkpoint.linear(width, lm_head=config.draft_vocab_size)
-    if (config.draft_vocab_size, width) != target.output_head.weight.shape:
-        size, target_width = target.output_head.weight.shape
+    if f"{OUTPUT_LAYER}.weight" in checkpoint or config.block is None:
+        return checkpoint.linear(width, {OUTPUT_LAYER: config.draft_vocab_size})
+    if (config.draft_vocab_size, width) != target.output_layer.weight.shape:
+        size, target_width = target.output_layer.weight.shape
         raise HeadError(
             f"it has no lm_head of its own, and the target's is {size} x {target_width} where the "
             f"head's must be {config.draft_vocab_size} x {width}"
         )
-    return target.output_head
+    return target.output_layer
 
 
 def read_target_ids(config: HeadConfig, checkpoint: Checkpoint, target: Network) -> Tensor | None:

@@ -1,0 +1,135 @@
+"""What all families have in common, and what one of them writes down: see `llama.py`."""
+
+import functools
+from abc import ABC, abstractmethod
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from outrider.kernels.model.rms_norm import Norm
+
+from ..architectures import STATIC_ROPE
+from ..attention import Rope
+from ..blocks import Block
+from ..checkpoint import EMBEDDING, OUTPUT_LAYER, AnyCheckpoint
+from ..decoder import Decoder
+
+# Declared fields that do not change the forward pass.
+_NEUTRAL = {
+    "attention_dropout", "bos_token_id", "eos_token_id", "initializer_range",
+    "output_router_logits", "pad_token_id", "pretraining_tp", "residual_dropout",
+    "router_aux_loss_coef", "use_cache",
+}  # fmt: skip
+# Fields from which transformers computes inv_freq and its scaling, which we take from there.
+_ROPE = {
+    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor",
+    "mscale", "mscale_all_dim", "original_max_position_embeddings", "rope_theta", "rope_type",
+    "truncate", "type",
+}  # fmt: skip
+
+
+class Family(ABC):
+    """Models of one structure: the fields of their config, and the parts of their layers.
+
+    Names of tensors and modules are transformers'.
+    """
+
+    model_types: ClassVar[tuple[str, ...]]
+    # The declared fields of a config that the family implements: its code sees no others.
+    fields: ClassVar[frozenset[str]] = frozenset({
+        "attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
+        "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_hidden_layers",
+        "num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
+        "vocab_size",
+    })  # fmt: skip
+
+    def __init__(self, tensors: AnyCheckpoint, config: Any) -> None:
+        """`config` is transformers', for which `why_unknown` returns None."""
+        self.tensors, self._given = tensors, config
+        declared = _declared(config)
+        self.config = SimpleNamespace(**{name: declared.get(name) for name in self.fields})
+        # Read by transformers whether or not it is declared.
+        self.config.head_dim = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+
+    @classmethod
+    def why_unknown(cls, config: PreTrainedConfig) -> str | None:
+        """What the config says that this family does not implement; None if there is nothing."""
+        given = {name for name, value in _declared(config).items() if value not in (None, False)}
+        if unknown := sorted(given - cls.fields - _NEUTRAL):
+            return f"its config has {', '.join(unknown)}"
+        rope = config.rope_parameters or {}
+        if unknown := sorted(set(rope) - _ROPE):
+            return f"its RoPE has {', '.join(unknown)}"
+        rope_type = rope.get("rope_type", "default")
+        if rope_type not in STATIC_ROPE:
+            return f"its RoPE is {rope_type}"
+        if config.hidden_act != "silu":
+            return f"its activation is {config.hidden_act}"
+        return None
+
+    @abstractmethod
+    def block(self, name: str, layer: int) -> Block:
+        """A layer, whose tensors' names begin with `name`; the config describes it as `layer`.
+
+        Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape.
+        """
+
+    def decoder(self) -> Decoder:
+        """The whole model.
+
+        As in transformers, an output layer in the file that differs from the embedding is not tied
+        to it; the configuration says so from then on. Raises as `block` does.
+        """
+        config, given, tensors = self.config, self._given, self.tensors
+        blocks = [self.block(f"model.layers.{i}", i) for i in range(config.num_hidden_layers)]
+        embedding = tensors.tensor(f"{EMBEDDING}.weight", config.vocab_size, config.hidden_size)
+        if given.tie_word_embeddings and f"{OUTPUT_LAYER}.weight" in tensors:
+            own = tensors.stacked(f"{OUTPUT_LAYER}.weight")
+            given.tie_word_embeddings = torch.equal(own, embedding)
+        if given.tie_word_embeddings:
+            output_layer = tensors.tied(embedding)
+        else:
+            output_layer = tensors.linear(config.hidden_size, {OUTPUT_LAYER: config.vocab_size})
+        return Decoder(embedding, blocks, self.norm("model.norm"), output_layer)
+
+    def norm(self, name: str, size: int | None = None) -> Norm:
+        """A norm; of the residual stream, if no size is given."""
+        config = self.config
+        return self.tensors.norm(name, size or config.hidden_size, config.rms_norm_eps)
+
+    @functools.cached_property
+    def rope(self) -> Rope:
+        """One for all layers, which then share its cosines and sines."""
+        rotary = LlamaRotaryEmbedding(self._given)
+        inv_freq = rotary.inv_freq.float().to(self.tensors.device)
+        return Rope(inv_freq, rotary.attention_scaling)
+
+    @functools.cached_property
+    def no_rope(self) -> Rope:
+        """It rotates by 0 at every position."""
+        return Rope(torch.zeros_like(self.rope.inv_freq), 1.0)
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """How many tokens a row of this layer attends to, its own included; None: all."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and layer_types[layer] != "sliding_attention":
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
+
+
+def _declared(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields that the class of this configuration adds to those of all models.
+
+    transformers' code for the model reads only these; a config.json may have others.
+    """
+    common = {field.name for field in fields(PreTrainedConfig)}
+    names = {field.name for field in fields(config)} - common
+    return {name: getattr(config, name) for name in names}

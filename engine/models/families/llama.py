@@ -1,0 +1,86 @@
+"""Llama, and the families whose layers are the same:
+
+    x += o_proj(attention(rope(q_proj(n)), rope(k_proj(n)), v_proj(n))),  n = input_layernorm(x)
+    x += down_proj(silu(gate_proj(m)) * up_proj(m)),                 m = post_attention_layernorm(x)
+
+Some have biases, or norms of heads; they are read if the checkpoint has them. In some, layers
+attend to a window, or have no RoPE.
+"""
+
+from typing import Any, ClassVar
+
+from outrider.kernels.model.rms_norm import Norm
+
+from ..attention import Rope
+from ..blocks import Block
+from ..parts.attention import Attention
+from ..parts.base import Part
+from ..parts.gated_mlp import GatedMLP
+from .base import Family, window_of
+
+
+class Llama(Family):
+    """All layers attend to all tokens, unless a subclass implements fields of windows."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("llama",)
+
+    def block(self, name: str, layer: int) -> Block:
+        return Block(
+            self.mixer(f"{name}.self_attn", self.norm(f"{name}.input_layernorm"), layer),
+            self.mlp(f"{name}.mlp", self.norm(f"{name}.post_attention_layernorm"), layer),
+        )
+
+    def mixer(self, name: str, norm: Norm, layer: int, **options: Any) -> Attention:
+        """`options` as in Attention.read."""
+        config = self.config
+        return Attention.read(
+            self.tensors,
+            name,
+            norm=norm,
+            rope=self.rope_of(layer),
+            width=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            **{"window": window_of(config, layer)} | options,
+        )
+
+    def mlp(self, name: str, norm: Norm, layer: int) -> Part:
+        width, inner = self.config.hidden_size, self.config.intermediate_size
+        return GatedMLP.read(self.tensors, name, norm=norm, width=width, inner=inner)
+
+    def rope_of(self, layer: int) -> Rope:
+        return self.rope
+
+
+class SeedOss(Llama):
+    """Its output projections have a switch of their own for biases."""
+
+    model_types = ("seed_oss",)
+    fields = Llama.fields | {"attention_out_bias"}
+
+
+class Windowed(Llama):
+    """Layers may attend to a window: all of them, or those that `layer_types` names."""
+
+    model_types: ClassVar[tuple[str, ...]] = (
+        "cwm",
+        "mimo",
+        "ministral",
+        "mistral",
+        "qwen2",
+        "qwen3",
+    )
+    fields = Llama.fields | {
+        "layer_types", "max_window_layers", "sliding_window", "use_sliding_window"
+    }  # fmt: skip
+
+
+class SmolLM3(Windowed):
+    """Some layers have no RoPE."""
+
+    model_types = ("smollm3",)
+    fields = Windowed.fields | {"no_rope_layer_interval", "no_rope_layers"}
+
+    def rope_of(self, layer: int) -> Rope:
+        return self.rope if self.config.no_rope_layers[layer] else self.no_rope

@@ -1,0 +1,1 @@
+"""The kinds of layers' parts, one file each; see `base.py`."""

@@ -1,0 +1,146 @@
+"""Attention with RoPE: to all tokens or a window, with sinks and head norms if there are any."""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outrider.kernels._dispatch import uses_triton
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.row_codes import Normed
+
+from ..attention import ForwardBatch, PagedAttention, Rope
+from ..checkpoint import AnyCheckpoint
+from ..weights import Linear
+from .base import Compiled, Part
+
+# What checkpoints call what keys and values in FP8 are multiplied by; the last is of both.
+_KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale", "kv_scale")
+_COMPILED_DIM = 16  # of which a head's width must be a multiple
+
+
+@dataclass(slots=True)
+class Attention(Part):
+    """o_proj(attention(rope(q), rope(k), v)), q, k, v = qkv(norm(x))."""
+
+    qkv: Linear  # query heads, then key heads, then value heads
+    output: Linear
+    attention: PagedAttention
+    rope: Rope
+    head_norms: tuple[Norm, Norm] | None = None  # of query and key heads
+
+    def __post_init__(self) -> None:
+        self.norm = self.qkv.weight.before(self.norm)
+
+    @staticmethod
+    def read(
+        tensors: AnyCheckpoint,
+        name: str,
+        *,
+        norm: Norm,
+        rope: Rope,
+        width: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        window: int | None = None,
+        causal: bool = True,
+        input_width: int | None = None,
+    ) -> "Attention":
+        """With those head norms, biases, sinks and scales of KV that the checkpoint has.
+
+        It reads `input_width` numbers, if these are not the residual stream's `width`. Raises
+        KeyError naming a tensor that is missing, ValueError naming a wrong shape.
+        """
+        has_norms, has_sinks = f"{name}.q_norm.weight" in tensors, f"{name}.sinks" in tensors
+        num_kv = num_kv_heads * head_dim
+        sizes = {"q_proj": num_heads * head_dim, "k_proj": num_kv, "v_proj": num_kv}
+        return Attention(
+            norm=norm,
+            qkv=tensors.linear(
+                input_width or width,
+                {f"{name}.{part}": size for part, size in sizes.items()},
+                axis="outputs",
+            ),
+            output=tensors.linear(num_heads * head_dim, {f"{name}.o_proj": width}, axis="inputs"),
+            attention=PagedAttention(
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                value_dim=head_dim,
+                scale=head_dim**-0.5,
+                window=window,
+                sinks=tensors.tensor(f"{name}.sinks", num_heads) if has_sinks else None,
+                k_scale=_kv_scale(tensors, name, "k"),
+                v_scale=_kv_scale(tensors, name, "v"),
+                causal=causal,
+            ),
+            rope=rope,
+            head_norms=(
+                tensors.norm(f"{name}.q_norm", head_dim, norm.eps),
+                tensors.norm(f"{name}.k_norm", head_dim, norm.eps),
+            )
+            if has_norms
+            else None,
+        )
+
+    @property
+    def state(self) -> PagedAttention:
+        return self.attention
+
+    def __call__(
+        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
+    ) -> Normed | None:
+        # Launched before the product: what reads them does so before it waits for its inputs.
+        batch.rotary(self.rope, x.dtype)
+        if uses_triton(x):
+            batch.items(self.attention)
+        qkv = self.qkv.of_normed(x, normed, self.norm)
+        attend = self.attention
+        query = attend.store(qkv, attend.num_heads, self.rope, self.head_norms, batch)
+        return self.output.add_to(x, attend(query, batch).flatten(1), norm=next_norm)
+
+    def compiled(self) -> Compiled | None:
+        layer = self.attention
+        if layer.softcap is not None or layer.sinks is not None:
+            return None
+        if layer.head_dim != layer.value_dim or layer.head_dim % _COMPILED_DIM:
+            return None
+        q_norm, k_norm = self.head_norms or (None, None)
+        return Compiled(
+            shape={
+                "hidden": self.output.weight.shape[0],
+                "heads": layer.num_heads,
+                "kv_heads": layer.num_kv_heads,
+                "head_dim": layer.head_dim,
+                "eps": self.norm.eps,
+                "head_eps": q_norm.eps if q_norm else 0.0,
+                "scale": layer.scale,
+            },
+            layer={
+                "norm": self.norm.weight,
+                "q_norm": q_norm and q_norm.weight,
+                "k_norm": k_norm and k_norm.weight,
+                "qkv": self.qkv,
+                "output": self.output,
+                "window": layer.window or 0,
+            },
+            rope=self.rope,
+        )
+
+
+def _kv_scale(tensors: AnyCheckpoint, name: str, which: str) -> float:
+    """The scale of keys ("k") or values ("v") in pages of FP8; 1 if the checkpoint has none.
+
+    Raises ValueError if heads have scales of their own, or the scale is no positive number.
+    """
+    names = [f"{name}.{scale.format(which)}" for scale in _KV_SCALES]
+    found = next((scale for scale in names if scale in tensors), None)
+    if found is None:
+        return 1.0
+    scale = tensors.stored(found)
+    if scale.numel() != 1:
+        raise ValueError(f"{found} has {scale.numel()} scales; one for all heads is read")
+    if not 0 < float(scale) < math.inf:
+        raise ValueError(f"{found} is {float(scale)}; it must be a positive number")
+    return float(scale)

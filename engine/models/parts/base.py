@@ -1,0 +1,89 @@
+"""What a block is made of: parts that add their output to the residual stream x, in place.
+
+    x += part(norm(x))
+
+If the part before has already applied this norm, the result is passed as `normed`. In the same way
+a part applies the norm of the next part if that is cheap, and returns the result; otherwise it
+returns None.
+
+A part declares all that others must know of it: its linear layers, what it keeps of a sequence, and
+how compiled layers compute it. Whoever loads, packs, binds or compares goes through the parts of a
+model and asks them, and knows no kinds.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Self
+
+from torch import Tensor
+
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.row_codes import Normed
+
+from ..attention import ForwardBatch, PagedAttention, Rope
+from ..weights import Linear, StoredWeights
+
+
+class Compiled(NamedTuple):
+    """A part as compiled layers take it: fields of structures in `kernels/cpu/layers.py`."""
+
+    shape: dict[str, float]  # alike in all layers
+    layer: dict[str, Linear | Tensor | int | None]
+    rope: Rope | None = None
+
+
+@dataclass(slots=True)
+class Part(ABC):
+    """A part of a block; those of its fields that are a `Linear` are its linear layers."""
+
+    norm: Norm
+
+    @abstractmethod
+    def __call__(
+        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
+    ) -> Normed | None:
+        """Shape: x, normed [T, hidden]; returns next_norm(x) or None."""
+
+    @property
+    def state(self) -> PagedAttention | None:
+        """What it keeps of a sequence, if it keeps anything."""
+        return None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return tuple(self._linears().values())
+
+    @property
+    def weights(self) -> tuple[StoredWeights, ...]:
+        return tuple(linear.weight for linear in self.linears)
+
+    def changed(self, change: Callable[[Linear], Linear]) -> Self:
+        """The same part with its linear layers replaced, one by one in their order."""
+        changed: dict[str, Any] = {name: change(each) for name, each in self._linears().items()}
+        return replace(self, **changed)
+
+    def compiled(self) -> Compiled | None:
+        """None if compiled layers cannot compute it."""
+        return None
+
+    @property
+    def chooser(self) -> str | None:
+        """The module of transformers' that makes its choices, if it makes any.
+
+        Rounding may turn a choice between two that are nearly equal; so a comparison of outputs
+        takes choices from there, and compares them by themselves.
+        """
+        return None
+
+    def chooses(self, *chosen: Tensor) -> bool:
+        """Whether it chooses alike, given the inputs and outputs of that module."""
+        raise NotImplementedError
+
+    def choosing(self, *chosen: Tensor) -> Self:
+        """The same part with these choices."""
+        raise NotImplementedError
+
+    def _linears(self) -> dict[str, Linear]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Linear)}

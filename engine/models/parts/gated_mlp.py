@@ -1,0 +1,51 @@
+"""The MLP of most models: down(silu(gate(x)) * up(x))."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outrider.kernels.cpu.packing import TILE
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.row_codes import Normed
+
+from ..attention import ForwardBatch
+from ..checkpoint import AnyCheckpoint
+from ..weights import Linear
+from .base import Compiled, Part
+
+
+@dataclass(slots=True)
+class GatedMLP(Part):
+    """down(silu(gate(norm(x))) * up(norm(x)))."""
+
+    gate_up: Linear  # the gate's outputs, then those of `up`
+    down: Linear
+
+    def __post_init__(self) -> None:
+        self.norm = self.gate_up.weight.before(self.norm)
+
+    @staticmethod
+    def read(
+        tensors: AnyCheckpoint, name: str, *, norm: Norm, width: int, inner: int
+    ) -> "GatedMLP":
+        """Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape."""
+        sizes = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
+        return GatedMLP(
+            norm=norm,
+            gate_up=tensors.linear(width, sizes, axis="outputs"),
+            down=tensors.linear(inner, {f"{name}.down_proj": width}, axis="inputs"),
+        )
+
+    def __call__(
+        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
+    ) -> Normed | None:
+        gated = self.gate_up.of_normed(x, normed, self.norm, gated=True)
+        return self.down.add_to(x, gated, norm=next_norm)
+
+    def compiled(self) -> Compiled | None:
+        if self.gate_up.weight.shape[0] % (2 * TILE):
+            return None
+        return Compiled(
+            shape={"intermediate": self.down.weight.shape[1]},
+            layer={"mlp_norm": self.norm.weight, "gate_up": self.gate_up, "down": self.down},
+        )
