@@ -63,14 +63,15 @@ def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, 
     loaded = f"{info.load_s:.1f} s"
     if info.device != "cpu":
         loaded += f", of which {info.warm_up_s:.1f} s to warm up"
-    cache_gib = info.cache_bytes / 2**30
+    cache_gib, num_tokens = info.cache_bytes / 2**30, info.num_pages * info.page_size_tokens
+    as_needed = ", used as needed" if info.device == "cpu" else ""
     page = [("page", f"{url}/ui")] if settings.server.ui else []
     return [
         ("target", f"{settings.target.model} ({info.target_dtype})"),
         ("draft", draft),
         ("device", info.device),
-        ("rounding", "the same in any batch" if info.batch_invariant else "depends on the batch"),
-        ("pages", f"{info.num_pages} of {info.page_size_tokens} tokens ({cache_gib:.2f} GiB)"),
+        ("reproducible", "yes" if info.batch_invariant else "no: rounding depends on the batch"),
+        ("KV cache", f"up to {num_tokens:,} tokens ({cache_gib:.1f} GiB{as_needed})"),
         ("context", f"{info.max_model_len} tokens, {info.max_num_seqs} sequences at once"),
         ("loaded in", loaded),
         ("serving", f"{', '.join(settings.served_model_names)} at {url}/v1"),

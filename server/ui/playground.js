@@ -123,7 +123,7 @@ async function ask(prompt, replaced = null) {
   onMode();
   sent = { mode, body: asked(prompt, turns) };
   const turn = new conversation.Turn({ mode, prompt, model: info?.model }, on);
-  turn.element.scrollIntoView({ block: "nearest" });
+  document.querySelector(".composer").scrollIntoView({ block: "nearest" });
   await run(turn, sent);
   return true;
 }
@@ -144,7 +144,12 @@ async function resume(turn) {
 }
 
 async function run(turn, { mode, body }) {
-  const traced = { ...body, stream: true, speculation: { ...body.speculation, trace: true } };
+  const traced = {
+    ...body,
+    stream: true,
+    return_progress: true,
+    speculation: { ...body.speculation, trace: true },
+  };
   const odds = Math.min(ALTERNATIVES, info?.max_logprobs ?? ALTERNATIVES);
   Object.assign(traced, mode === "chat" ? { logprobs: true, top_logprobs: odds } : { logprobs: odds });
   running = new AbortController();
