@@ -21,27 +21,25 @@ from .api import (
     NewRequest,
     ReportProgress,
     RequestOutput,
-    SamplingParams,
     ignore_progress,
 )
 from .config import EngineConfig
 from .logit_edits.processors import ProcessorRegistry
-from .measuring import measure_pages, naming_what_to_lower
 from .memory.device_memory import DeviceMemory, PageEvent
 from .models.network import PagedLayers
 from .pace import Pace
 from .request import Request
-from .scheduling.adaptive_speculation import AdaptiveSpeculation, batch_sizes
+from .scheduling.adaptive_speculation import AdaptiveSpeculation
 from .scheduling.commit import Committer
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequences import Sequences
+from .start_up import make_ready
 from .validation import check_request
 from .worker import LaunchedStep, Worker
 
 if TYPE_CHECKING:
     from .grammars.grammar_compiler import GrammarCompiler
 
-_LEARNING_S = 3.0  # of every start on a GPU, at most
 _IDLE_S = 0.005  # how long to wait for a grammar when nothing else can run
 
 
@@ -60,21 +58,13 @@ class Engine:
         self._pace = Pace()
         self._read_s = 0.0  # when the last step was read; the device began the next one then
         loaded_s = time.perf_counter()
-        if worker.device.type == "cuda":
-            progress("compiling kernels", 0, 1)
-            worker.allocate(1)
-            with naming_what_to_lower(config):
-                worker.compile()
-        num_pages = config.cache.num_pages
-        if num_pages is None:
-            num_pages = measure_pages(worker, config, progress)
-        progress("allocating the KV cache", 0, 1)
-        self.allocate(num_pages, pair.longest_sequence(num_pages, config))
-        if worker.device.type == "cuda" and not config.enforce_eager:
-            worker.capture(progress)
+        self._begin(*make_ready(worker, config, progress))
         progress("ready", 1, 1)
-        ready_s = time.perf_counter()
-        self._load_s, self._warm_up_s = ready_s - start_s, ready_s - loaded_s
+        self._load_s, self._warm_up_s = loaded_s - start_s, 0.0
+        self.count_warm_up(time.perf_counter() - loaded_s)
+
+    def count_warm_up(self, spent_s: float) -> None:
+        self._load_s, self._warm_up_s = self._load_s + spent_s, self._warm_up_s + spent_s
 
     @property
     def info(self) -> EngineInfo:
@@ -100,16 +90,7 @@ class Engine:
             pid=os.getpid(),
         )
 
-    def allocate(self, num_pages: int, max_model_len: int) -> None:
-        """Allocate the KV cache, replacing the present one, with a new scheduler over it.
-
-        Graphs captured before this use the old pages: have the worker capture them again.
-        """
-        self.worker.allocate(num_pages)
-        self._begin(num_pages, max_model_len)
-
     def _begin(self, num_pages: int, max_model_len: int, **learning: Any) -> None:
-        """Schedule from nothing, over empty pages; `learning` as in AdaptiveSpeculation."""
         config, k, pair = self._config, self.worker.slots.max_drafts, self.worker.pair
         self._in_flight = None
         memory = DeviceMemory(
@@ -130,35 +111,9 @@ class Engine:
         if self.worker.device.type == "cuda":  # on a CPU nothing would overlap
             self.scheduler.lag = 1
 
-    def learn_costs(self, progress: ReportProgress = ignore_progress) -> None:
-        """Decode dummy sequences, to learn what drafts cost before the first requests come.
-
-        It stops after _LEARNING_S. No sequence may be there; whatever the prefix cache and the
-        statistics hold is forgotten.
-        """
-        # A proposer that reads the text may find nothing to propose in this one.
-        if self.sequences.adaptive is None or self.worker.proposer.needs_host:
-            return
-        num_pages, max_model_len = self.sequences.memory.num_pages, self.sequences.max_model_len
-        self._begin(num_pages, max_model_len, first_ks=range(self.worker.slots.max_drafts + 1))
-        start_s = time.perf_counter()
-        end_s = start_s + _LEARNING_S
-        sizes = batch_sizes(self._config.scheduler.max_num_seqs)
-        params = SamplingParams(max_tokens=max_model_len - 1, ignore_eos=True)
-        for done, num_seqs in enumerate(sizes):
-            progress("measuring what drafts cost", done, len(sizes))
-            names = [str(i) for i in range(num_seqs)]
-            self.submit(
-                [NewRequest(request_id=name, prompt_token_ids=[0], params=params) for name in names]
-            )
-            while self.has_work() and time.perf_counter() < end_s:
-                if self.sequences.adaptive.knows(num_seqs):
-                    break
-                self.step()
-            self.abort(names)
-        self._begin(num_pages, max_model_len, known=self.sequences.adaptive)
-        spent_s = time.perf_counter() - start_s
-        self._load_s, self._warm_up_s = self._load_s + spent_s, self._warm_up_s + spent_s
+    def start_over(self, **learning: Any) -> None:
+        """Schedule from nothing, over empty pages; `learning` as in AdaptiveSpeculation."""
+        self._begin(self.sequences.memory.num_pages, self.sequences.max_model_len, **learning)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:

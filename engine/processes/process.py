@@ -67,7 +67,9 @@ def load_engine(config: EngineConfig, progress: ReportProgress) -> "Engine":
     """Load an engine, and start what its first request would otherwise have to wait for."""
     engine = load_libraries()(config, progress)
     if config.device != "cpu":  # on a CPU they depend on what else runs
-        engine.learn_costs(progress)
+        from ..learning import learn_costs  # as late as the libraries
+
+        learn_costs(engine, progress)
     engine.warm_up_grammars()
     gc.collect()
     give_memory_back()

@@ -5,7 +5,7 @@ long it takes depends on the machine, the models and the batch. Both are measure
 The k with the most tokens a second is used, and now and then another one is tried. A new batch size
 decodes plainly at first, then with one draft; from then on k is chosen from the costs known so far.
 So if no step can be timed, decoding stays plain. On a GPU, a server learns the costs before it is
-ready, from dummy sequences (`Engine.learn_costs`).
+ready, from dummy sequences (`learning.py`).
 
 If the proposer can see how likely its drafts are to stand, each sequence drafts for as long as this
 pays: while the chance that the next draft stands is worth more than its time, at the present number

@@ -375,10 +375,10 @@ def test_a_rehearsal_for_nobody_leaves_nothing_behind(any_pair: Pair) -> None:
     target = any_pair[0]
     config = engine_config(*any_pair, k=K, max_num_seqs=4)
     engine = Engine(replace(config, enforce_eager=True))  # graphs would still use the first pages
-    max_model_len = engine.info.max_model_len
     engine.worker.allocate(1)
     engine.worker.rehearse()
-    engine.allocate(512, max_model_len)
+    engine.worker.allocate(512)
+    engine.start_over()
     (outputs,) = run(engine, [HIT], GREEDY)
     assert tokens(outputs) == generate(target, HIT, GREEDY.max_tokens)
 

@@ -9,10 +9,11 @@ import pytest
 from engines import GREEDY, engine_config, prompts
 from tiny_models import VOCAB, Tiny
 
-from outrider.engine import engine as engine_module
+from outrider.engine import learning
 from outrider.engine.api import NewRequest, ignore_progress
 from outrider.engine.config import EngineConfig, ModelConfig
 from outrider.engine.engine import Engine
+from outrider.engine.learning import learn_costs
 from outrider.engine.processes import process
 from outrider.engine.request import Request
 from outrider.engine.scheduling.plan import Plan
@@ -70,9 +71,9 @@ def test_the_first_request_is_drafted_for_by_costs_that_were_learned_before(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, a_draft_s: float
 ) -> None:
     Clock(monkeypatch).charge(engine, monkeypatch, a_draft_s)
-    monkeypatch.setattr(engine_module, "_LEARNING_S", 1e6)
+    monkeypatch.setattr(learning, "LEARNING_S", 1e6)
     stages = []
-    engine.learn_costs(lambda stage, done, total: stages.append((stage, done, total)))
+    learn_costs(engine, lambda stage, done, total: stages.append((stage, done, total)))
     assert stages[0] == ("measuring what drafts cost", 0, len(stages))
     assert engine.stats() == replace(engine.stats(), steps=0, generation_tokens=0, prompt_tokens=0)
     engine.check_integrity()
@@ -88,7 +89,7 @@ def test_nothing_is_learned_if_no_draft_can_be_made_at_will(
     target = tiny_model("llama", seed=0)
     engine = Engine(engine_config(target, k=MAX_K, proposer=proposer, adaptive=True))
     monkeypatch.setattr(engine, "step", pytest.fail)
-    engine.learn_costs()
+    learn_costs(engine)
 
 
 @pytest.mark.parametrize(("device", "learned"), [("cuda:1", ["learned"]), ("cpu", [])])
@@ -96,9 +97,8 @@ def test_a_server_learns_costs_at_its_start_if_it_has_a_gpu(
     monkeypatch: pytest.MonkeyPatch, device: str, learned: list[str]
 ) -> None:
     calls: list[str] = []
-    engine = SimpleNamespace(
-        learn_costs=lambda progress: calls.append("learned"), warm_up_grammars=lambda: None
-    )
+    engine = SimpleNamespace(warm_up_grammars=lambda: None)
+    monkeypatch.setattr(learning, "learn_costs", lambda *args: calls.append("learned"))
     monkeypatch.setattr(process, "load_libraries", lambda: lambda config, progress: engine)
     config = EngineConfig(target=ModelConfig(path="target"), device=device)
     assert process.load_engine(config, ignore_progress) is engine
@@ -108,8 +108,8 @@ def test_a_server_learns_costs_at_its_start_if_it_has_a_gpu(
 def test_learning_costs_ends_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     clock.charge(engine, monkeypatch, a_draft_s=0.01)
-    engine.learn_costs()
-    assert clock.now_s < engine_module._LEARNING_S + 2
+    learn_costs(engine)
+    assert clock.now_s < learning.LEARNING_S + 2
     assert not engine.has_work()
     submit(engine, "open", None)
     assert drafts_a_step(engine).count(MAX_K) > 0
