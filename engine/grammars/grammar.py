@@ -20,6 +20,7 @@ class Grammar:
         self.masks: list[np.ndarray] = []
         self.num_words = len(eos_mask)
         self.process = process
+        self.last_step = 0  # that it was asked in
         self._sequence = process.new_sequence()
         self._eos_mask, self._end_mask = eos_mask, end_mask
         self._unsent: list[int] = []  # known tokens not yet sent to the process

@@ -65,7 +65,12 @@ class Answer(msgspec.Struct, array_like=True):
     error: str | None = None
 
 
-def send(connection: socket.socket, message: msgspec.Struct | list[Answer]) -> None:
+class Answers(msgspec.Struct, array_like=True):
+    answers: list[Answer]
+    spent_s: float  # processor time
+
+
+def send(connection: socket.socket, message: msgspec.Struct) -> None:
     data = msgspec.msgpack.encode(message)
     connection.sendall(_LENGTH.pack(len(data)) + data)
 

@@ -15,8 +15,10 @@ from typing import Any
 
 import msgspec
 
+from .allowance import Allowance
 from .grammar_messages import (
     Answer,
+    Answers,
     Begin,
     Question,
     Questions,
@@ -54,7 +56,8 @@ class GrammarProcess:
         self._numbers = itertools.count()
         self._sequences: set[int] = set()  # those that have not ended
         self._ended: list[int] = []  # those that the process has not been told of
-        self._decoder = msgspec.msgpack.Decoder(list[Answer])
+        self._decoder = msgspec.msgpack.Decoder(Answers)
+        self.allowance = Allowance()
 
     def begin(self, syntax: Syntax, text: str, timeout_s: float) -> Verdict:
         """Compile; raises OSError if no process can be started."""
@@ -122,7 +125,9 @@ class GrammarProcess:
         """One for each question; none at all if the process died."""
         if self.error is None and self._connection is not None:
             try:
-                return self._decoder.decode(receive(self._connection))
+                answered = self._decoder.decode(receive(self._connection))
+                self.allowance.charge(answered.spent_s, len(answered.answers))
+                return answered.answers
             except (EOFError, OSError):
                 self._fail()
         return []

@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 
 import msgspec
 from llguidance import (
@@ -36,6 +37,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from .grammar_messages import (
     Answer,
+    Answers,
     Begin,
     Question,
     Questions,
@@ -236,10 +238,12 @@ def _serve(connection: socket.socket, tokenizer: LLTokenizer, limits: LLParserLi
     while follower.error is None:
         asked = decoder.decode(receive(connection))
         signal.setitimer(signal.ITIMER_PROF, reserve_s + _MASK_S * len(asked.questions))
+        start_s = time.process_time()
         answers = follower.answer(asked.dropped, asked.questions)
+        spent_s = time.process_time() - start_s
         left_s, _ = signal.setitimer(signal.ITIMER_PROF, 0)
         reserve_s = min(left_s, _RESERVE_S)
-        send(connection, answers)
+        send(connection, Answers(answers, spent_s))
 
 
 def _end_with(lifeline: socket.socket) -> None:

@@ -1,9 +1,15 @@
 """Plans the next step: which sequences run, for how many tokens, with how many drafts."""
 
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
 from ..request import Request
 from .adaptive_speculation import times_decoding
 from .plan import MAX_PROMPT_LOGITS, Plan, ScheduledRequest
 from .sequences import Sequences
+
+if TYPE_CHECKING:
+    from ..grammars.grammar_process import GrammarProcess
 
 
 class Scheduler:
@@ -24,6 +30,9 @@ class Scheduler:
         self._slots, self._max_model_len = sequences.worker.slots, sequences.max_model_len
         # For requests that leave k open.
         self._num_speculative_tokens, self._least_chance = self._slots.max_drafts, 0.0
+        # How many masks of its grammar each sequence may ask for in this step, where it matters.
+        self._num_questions: dict[Request, int] = {}
+        self._num_steps = 0
         self.lag = 0  # 0 or 1 steps launched ahead of the last one that the host has read
 
     def schedule(self) -> Plan:
@@ -34,9 +43,11 @@ class Scheduler:
         """
         waiting, running = self._sequences.waiting, self._sequences.running
         plan = Plan(follows_another=bool(running))
-        decoding = [r for r in running if r.decodes]
-        prefilling = [r for r in running if not r.decodes]
         startable = [r for r in waiting if r.can_start]
+        self._ration_grammars([*running, *startable[: self._slots.num_free]])
+        decoding = [r for r in running if r.decodes and self._takes_part(r)]
+        prefilling = [r for r in running if not r.decodes and self._takes_part(r)]
+        startable = [r for r in startable if self._takes_part(r)]
         seatable = startable[: self._slots.num_free]
         if seatable and not self._fits(seatable[0]):
             seatable = []  # it may wait for long, and holds up those behind it
@@ -63,6 +74,32 @@ class Scheduler:
             prefilling.append(request)
             budget -= num_rows
         return plan
+
+    def _ration_grammars(self, requests: list[Request]) -> None:
+        """Decide how many questions each of these sequences may ask its grammar in this step, so
+        that a slow grammar delays others no further than its allowance. Its own sequences take
+        turns; a grammar whose sequences are alone may take its time.
+        """
+        self._num_steps += 1
+        self._num_questions.clear()
+        of_process: dict[GrammarProcess, list[tuple[int, Request]]] = {}
+        for request in requests:
+            if (grammar := request.grammar) is not None:
+                each = of_process.setdefault(grammar.process, [])
+                each.append((grammar.last_step, request))
+        for process, sequences in of_process.items():
+            process.allowance.begin_step()
+            if len(sequences) == len(requests):
+                continue
+            for _, request in sorted(sequences, key=itemgetter(0)):
+                wanted = 1 + self._num_drafts_wanted(request)
+                self._num_questions[request] = process.allowance.take(wanted)
+        for request in requests:
+            if request.grammar is not None and self._takes_part(request):
+                request.grammar.last_step = self._num_steps
+
+    def _takes_part(self, request: Request) -> bool:
+        return self._num_questions.get(request, 1) > 0
 
     def must_know(self) -> bool:
         """Whether the host must read the step in flight before it can plan the next one."""
@@ -204,4 +241,5 @@ class Scheduler:
         if not request.speculates:
             return 0
         k = request.params.num_speculative_tokens
-        return self._num_speculative_tokens if k is None else min(k, self._slots.max_drafts)
+        k = self._num_speculative_tokens if k is None else min(k, self._slots.max_drafts)
+        return min(k, max(0, self._num_questions.get(request, k + 1) - 1))
