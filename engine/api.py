@@ -16,6 +16,9 @@ MAX_LOGPROBS = 128  # alternatives reported for one token
 # A larger penalty, or one below the inverse, could push a logit out of float32's range.
 MAX_REPETITION_PENALTY = 1e6
 
+# Steps are counted by their tokens, up to each of these.
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
 # (stage, done, total): `total` is 0 while unknown; done == total > 0 ends the stage.
 ReportProgress = Callable[[str, int, int], None]
 
@@ -196,5 +199,8 @@ class EngineStats:
     cached_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    step_tokens: int = 0  # of prompts, as steps compute them, and generated
+    # [len(STEP_TOKENS) + 1] steps by such tokens; the last is of those with more
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
     drafted_per_position: list[int] = field(default_factory=list)  # [k] times draft i was proposed
     accepted_per_position: list[int] = field(default_factory=list)  # [k] times it was accepted

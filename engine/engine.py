@@ -216,6 +216,7 @@ class Engine:
             num_waiting=len(self.sequences.waiting),
             pages_used=memory.num_usable_pages - memory.num_free_pages,
             pages_total=memory.num_usable_pages,
+            steps_by_tokens=list(stats.steps_by_tokens),
             drafted_per_position=list(stats.drafted_per_position),
             accepted_per_position=list(stats.accepted_per_position),
         )

@@ -1,8 +1,9 @@
 """Updates the sequences: when a step is launched, and when the host has read it."""
 
+from bisect import bisect_left
 from typing import Any
 
-from ..api import RequestOutput
+from ..api import STEP_TOKENS, RequestOutput
 from ..request import Request
 from .adaptive_speculation import times_decoding
 from .plan import Plan, ScheduledRequest
@@ -39,8 +40,13 @@ class Committer:
 
         `elapsed_s` is the time from when the step before was read to when this one was.
         """
-        self._stats.steps += 1
         self._observe(plan, elapsed_s)
+        num_generated = self._stats.generation_tokens
+        num_of_prompts = sum(
+            scheduled.num_new_tokens
+            for scheduled in plan.scheduled
+            if not scheduled.is_void and not scheduled.request.num_output_tokens
+        )
         outputs = []
         for scheduled in plan.scheduled:
             if scheduled.is_void:
@@ -50,7 +56,13 @@ class Committer:
                 outputs.append(self._commit_drawn(scheduled))
             elif output := self._commit_chunk(scheduled):
                 outputs.append(output)
+        self._count_step(num_of_prompts + self._stats.generation_tokens - num_generated)
         return outputs
+
+    def _count_step(self, num_tokens: int) -> None:
+        self._stats.steps += 1
+        self._stats.step_tokens += num_tokens
+        self._stats.steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
 
     def _observe(self, plan: Plan, elapsed_s: float) -> None:
         """Report to the choice of k how many drafts were accepted, and how long the step took.

@@ -36,8 +36,10 @@ class Answer(ABC):
         self._num_samples = body.num_samples  # of each prompt
         self._prompts = [each.request.prompt_token_ids for each in samples[:: body.num_samples]]
         self._stream = body.stream
-        asked = body.speculation.metrics
-        self._include_metrics = service.settings.speculation_metrics if asked is None else asked
+        settings, of_drafts = service.settings, body.speculation.metrics
+        self._include_times = settings.request_metrics if body.metrics is None else body.metrics
+        self._include_drafts = settings.speculation_metrics if of_drafts is None else of_drafts
+        self._generation: Generation | None = None
         self._include_trace = body.speculation.trace
         self._steps: list[TracedStep] = []  # of an answer made of events
         self._num_steps_told = 0
@@ -69,6 +71,7 @@ class Answer(ABC):
             service.metrics,
             service.settings.request_timeout_s,
         )
+        self._generation = generation
         http.scope["state"]["facts"] = lambda: self._facts(generation)
         if self._stream:
             events = self._events(generation)
@@ -111,12 +114,23 @@ class Answer(ABC):
 
     @property
     def _metrics(self) -> RequestMetrics | None:
-        """How many drafts of all its sequences were accepted; None if nobody asked."""
-        if not self._include_metrics:
-            return None
-        k = self._service.engine_info.num_speculative_tokens
-        metrics = speculation_metrics([sample.acceptance for sample in self._samples], k)
-        return RequestMetrics(speculative_decoding=metrics) if metrics else None
+        """Times, and how many drafts were accepted, as far as asked for; None if there is nothing
+        to report."""
+        told: dict[str, Any] = {}
+        times = self._generation.times if self._generation is not None else None
+        if self._include_times and times is not None:
+            told = {
+                "time_to_first_token_ms": _milliseconds(times.first_token_s),
+                "generation_time_ms": _milliseconds(times.generation_s),
+                "queue_time_ms": _milliseconds(times.queue_s),
+                "mean_itl_ms": times.token_s and _milliseconds(times.token_s),
+                "tokens_per_second": times.tokens_per_s and round(times.tokens_per_s, 3),
+            }
+        if self._include_drafts:
+            k = self._service.engine_info.num_speculative_tokens
+            drafts = speculation_metrics([sample.acceptance for sample in self._samples], k)
+            told |= {"speculative_decoding": drafts} if drafts else {}
+        return RequestMetrics(**told) if told else None
 
     def _trace(self, delta: Delta) -> list[TracedStep]:
         """The steps that the delta came in, if they were asked for."""
@@ -151,11 +165,14 @@ class Answer(ABC):
             "completion_tokens": self._num_completion_tokens,
             "draft_tokens": sum(each.num_draft_tokens for each in drafts),
             "accepted_tokens": sum(each.num_accepted_tokens for each in drafts),
+            "max_generation_tokens": max(self._completion_tokens),
             "max_tokens": self._samples[0].request.params.max_tokens,
             "queue_s": round(max(sample.queue_s for sample in self._samples), 6),
         }
         if (first_token_s := generation.time_to_first_token_s) is not None:
             facts["first_token_s"] = round(first_token_s, 6)
+        if (times := generation.times) is not None and times.token_s is not None:
+            facts["token_s"] = round(times.token_s, 6)
         return facts
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
@@ -170,3 +187,7 @@ class Answer(ABC):
         if self._ids_as_texts:
             return f"token_id:{token_id}"
         return self._service.tokenizer.token_text(token_id)
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(1000 * seconds, 3)

@@ -47,6 +47,7 @@ class ChoicesAnswer(Answer):
         }
         self._n = body.n  # how many of each prompt's sequences are in the answer
         self._stream_options = body.stream_options or StreamOptions()
+        self._include_usage = self._stream_options.include_usage or service.settings.include_usage
         self._is_predicted = body.prediction is not None
         self._begun: set[int] = set()  # choices of which something was sent
 
@@ -84,7 +85,7 @@ class ChoicesAnswer(Answer):
             self._count(delta)  # its tokens are counted with its last chunk
             for choice in choices[-1:]:
                 yield self._chunk(choice)
-        if self._stream_options.include_usage:
+        if self._include_usage:
             last = self._answer([])
             last.usage = self._usage()
             self._add_metrics(last)
@@ -155,7 +156,7 @@ class ChoicesAnswer(Answer):
 
     def _chunk_of(self, choice: APIResponse) -> GenerationResponse:
         chunk = self._answer([choice])
-        if self._stream_options.include_usage:
+        if self._include_usage:
             every = self._stream_options.continuous_usage_stats
             chunk.usage = self._usage() if every else None
         return chunk

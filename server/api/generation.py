@@ -99,7 +99,7 @@ class Sample:
         self._stops = StopStrings(options.stop, include=options.include_stop)
         self._hidden_stop = ""  # text of the stop that ended the sequence, if it is not shown
         self.queue_s = 0.0
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._num_reasoning_tokens = 0
         self._num_chars = 0
         self._num_steps = 0
@@ -123,7 +123,7 @@ class Sample:
         logprobs: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(output.token_ids)
         last = len(output.token_ids) - 1
         for position, (token_id, entry) in enumerate(zip(output.token_ids, logprobs, strict=True)):
-            self._num_tokens += 1
+            self.num_tokens += 1
             self._pending.append(Token(token_id, self._num_chars, entry))
             hidden = (
                 output.stop_token_id is not None
@@ -163,7 +163,7 @@ class Sample:
 
     def _match(self, text: str) -> str:
         self._num_chars += len(text)
-        may_stop = self._num_tokens > self.request.params.min_tokens
+        may_stop = self.num_tokens > self.request.params.min_tokens
         return self._stops.push(text, may_stop=may_stop)
 
     def _delta(self, text: str, output: RequestOutput) -> Delta | None:
@@ -193,13 +193,24 @@ class Sample:
             tokens=tokens,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
-            completion_tokens=self._num_tokens,
+            completion_tokens=self.num_tokens,
             reasoning_tokens=self._num_reasoning_tokens,
             num_calls=self._reader.num_calls if self._reader is not None else 0,
             cached_tokens=output.num_cached_tokens,
             prompt_logprobs=self._prompt_logprobs,
             steps=steps,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Of all sequences of a request together."""
+
+    queue_s: float  # until the first of them was in a step
+    first_token_s: float  # from there to the first token of any
+    generation_s: float  # from there to the last token of any
+    token_s: float | None  # between two tokens of a sequence, on average
+    tokens_per_s: float | None  # from the first step to the last token
 
 
 class Generation:
@@ -239,7 +250,28 @@ class Generation:
     @property
     def time_to_first_token_s(self) -> float | None:
         """From submission to the first token of any sample."""
-        return self._clock.first_token_s
+        return min(self._clock.first_s.values(), default=None)
+
+    @property
+    def times(self) -> Times | None:
+        """Times so far; None before the first token."""
+        first_s, last_s = self._clock.first_s, self._clock.last_s
+        if not first_s:
+            return None
+        begun = [self._samples[request_id] for request_id in first_s]
+        queue_s = min(sample.queue_s for sample in begun)
+        num_tokens = sum(sample.num_tokens for sample in begun)
+        decoding_s = sum(last_s[name] - first_s[name] for name in first_s)
+        num_gaps = num_tokens - len(begun)
+        first, last = min(first_s.values()), max(last_s.values())
+        inference_s = last - queue_s
+        return Times(
+            queue_s=queue_s,
+            first_token_s=max(0.0, first - queue_s),
+            generation_s=last - first,
+            token_s=decoding_s / num_gaps if num_gaps > 0 else None,
+            tokens_per_s=num_tokens / inference_s if inference_s > 0 else None,
+        )
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Deltas of all samples as they arrive; raises APIError or EngineUnavailableError."""
@@ -307,8 +339,9 @@ class _Clock:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self._start_s = time.perf_counter()
-        self._last_s: dict[str, float] = {}
-        self.first_token_s: float | None = None
+        # By sequence, since the start: its first token, and its last one so far.
+        self.first_s: dict[str, float] = {}
+        self.last_s: dict[str, float] = {}
 
     @property
     def elapsed_s(self) -> float:
@@ -317,12 +350,11 @@ class _Clock:
     def tick(self, output: RequestOutput) -> None:
         if not output.token_ids:
             return
-        now_s = time.perf_counter()
-        last_s = self._last_s.get(output.request_id)
-        if self.first_token_s is None:
-            self.first_token_s = now_s - self._start_s
+        now_s = self.elapsed_s
+        last_s = self.last_s.get(output.request_id)
         if last_s is None:
-            self.metrics.time_to_first_token.observe(now_s - self._start_s)
+            self.first_s[output.request_id] = now_s
+            self.metrics.time_to_first_token.observe(now_s)
         else:
             self.metrics.inter_token_latency.observe((now_s - last_s) / len(output.token_ids))
-        self._last_s[output.request_id] = now_s
+        self.last_s[output.request_id] = now_s

@@ -87,7 +87,7 @@ class _MessagesAnswer(Answer):
             "usage": self._usage().model_dump(),
         }
         if (metrics := self._metrics) is not None:
-            last["metrics"] = metrics.model_dump()
+            last["metrics"] = metrics.model_dump(exclude_unset=True)
         yield _event("message_delta", **last, **self._untold_trace())
         yield _event("message_stop")
 

@@ -103,6 +103,7 @@ class SamplingFields(Body):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
     priority: Int = 0
     speculation: Speculation = Speculation()
+    metrics: bool | None = None  # report times; None: the server's setting
     user: str | None = None
 
 
@@ -213,7 +214,14 @@ class SpeculationMetrics(APIResponse):
 
 
 class RequestMetrics(APIResponse):
-    speculative_decoding: SpeculationMetrics
+    """Of all sequences of a request together, in vLLM's terms."""
+
+    time_to_first_token_ms: float | None = None  # from its first step
+    generation_time_ms: float | None = None  # from the first token to the last
+    queue_time_ms: float | None = None
+    mean_itl_ms: float | None = None  # between two tokens; null if there are no two
+    tokens_per_second: float | None = None  # from its first step to the last token
+    speculative_decoding: SpeculationMetrics | None = None
 
 
 class PromptProgress(APIResponse):

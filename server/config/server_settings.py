@@ -179,6 +179,15 @@ class ServerSettings(Section):
         "and reasoning_content, not as content. Unset: if the target's templates show that it "
         "reasons.",
     )
+    include_usage: bool = Field(
+        default=False,
+        description="End every stream of chats and completions with its usage, as if the request "
+        "had set stream_options.include_usage.",
+    )
+    request_metrics: bool = Field(
+        default=False,
+        description="Report times in answers (metrics), unless a request says otherwise (metrics).",
+    )
     speculation_metrics: bool = Field(
         default=False,
         description="Report in answers how many drafts were accepted "

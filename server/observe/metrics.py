@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -14,6 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from outrider.engine.api import STEP_TOKENS
 from outrider.engine.processes.client import EngineClient
 
 from .vllm_names import VLLMNames
@@ -76,7 +78,19 @@ class Metrics:
             for fact, name, text, buckets in (
                 ("prompt_tokens", "prompt_tokens", "Prompt tokens of a request.", TOKEN_COUNTS),
                 ("completion_tokens", "generation_tokens", "Its tokens generated.", TOKEN_COUNTS),
+                (
+                    "max_generation_tokens",
+                    "max_generation_tokens",
+                    "Tokens generated for its longest sequence.",
+                    TOKEN_COUNTS,
+                ),
                 ("max_tokens", "max_tokens", "Most tokens of a sequence of it.", TOKEN_COUNTS),
+                (
+                    "token_s",
+                    "time_per_token_seconds",
+                    "Between two tokens of its sequences, on average.",
+                    TOKEN_TIMES_S,
+                ),
                 ("queue_s", "queue_time_seconds", "Its time in the queue.", QUEUE_TIMES_S),
                 (
                     "prefill_s",
@@ -177,6 +191,13 @@ class _EngineCollector(Collector):
             yield _of_lengths(
                 name, f"{text} Steps without drafts are not counted.", drafted, counts
             )
+        bounds = [*map(str, map(float, STEP_TOKENS)), "+Inf"]
+        yield HistogramMetricFamily(
+            "outrider_step_tokens",
+            "Tokens of a step: those of prompts that it computed, and those that it generated.",
+            buckets=list(zip(bounds, accumulate(stats.steps_by_tokens), strict=False)),
+            sum_value=stats.step_tokens,
+        )
         per_position = {
             "outrider_draft_tokens_per_position": ("Tokens drafted, by position.", drafted),
             "outrider_accepted_tokens_per_position": (

@@ -40,6 +40,17 @@ def test_each_step_of_a_prompt_is_reported_until_the_first_token(
     assert again[0].num_cached_tokens >= len(LONG) - 4
 
 
+def test_steps_are_counted_by_their_tokens(target: Path) -> None:
+    engine = Engine(engine_config(target, max_num_batched_tokens=16))
+    outputs = outputs_of(engine, LONG, asks=False)
+    stats = engine.stats()
+    num_generated = len(outputs)  # one a step
+    assert stats.step_tokens == len(LONG) + num_generated
+    # 16 and 16 tokens of the prompt; its last 8 and the first token; the other tokens.
+    assert stats.steps_by_tokens[:4] == [num_generated - 1, 0, 3, 0]
+    assert sum(stats.steps_by_tokens) == stats.steps
+
+
 def test_nothing_is_reported_unasked(target: Path, draft: Path) -> None:
     config = engine_config(target, draft, max_num_batched_tokens=16)
     outputs = outputs_of(Engine(config), LONG, asks=False)

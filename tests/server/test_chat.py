@@ -103,6 +103,19 @@ def test_stream_usage_comes_last_and_only_when_asked(serve: Serve) -> None:
     assert counts[-1] == counts[-2] == last["usage"]["completion_tokens"]
 
 
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": False}}])
+def test_a_server_can_end_every_stream_with_its_usage(serve: Serve, options: Any) -> None:
+    served = serve(include_usage=True)
+    for path, body in (
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/completions", {"prompt": "Hi"}),
+    ):
+        whole = post(served.app, body, path=path).json()
+        *chunks, last = post(served.app, body | options | {"stream": True}, path=path).chunks
+        assert all(chunk["usage"] is None for chunk in chunks)
+        assert (last["choices"], last["usage"]) == ([], whole["usage"])
+
+
 def test_answer_of_nothing_has_a_role_and_no_text(serve: Serve) -> None:
     served = serve(lambda request: steps(request, [0], finish="stop"))
     (choice,) = chat(served).json()["choices"]
@@ -424,7 +437,7 @@ def test_arguments_that_are_no_json_reach_the_template_as_text(arguments: str) -
             "messages",
             "messages[1]: a message of role 'assistant' needs content or tool_calls",
         ),
-        ({"max_completion_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1, or -1"),
         ({"logprobs": 1}, "logprobs", "boolean"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         ({"top_logprobs": 1}, "top_logprobs", "logprobs: true"),

@@ -41,6 +41,7 @@ def test_each_answer_is_a_line_with_its_numbers(
     facts = facts_of(caplog)
     assert facts.pop("duration_s") >= facts.pop("first_token_s") >= 0
     num_prompt_tokens = facts.pop("prompt_tokens")
+    assert facts.pop("token_s") >= 0
     assert facts == {
         "request_id": "abc",
         "method": "POST",
@@ -48,6 +49,7 @@ def test_each_answer_is_a_line_with_its_numbers(
         "status": 200,
         "outcome": "ok",
         "cached_tokens": 1,
+        "max_generation_tokens": 3,
         "max_tokens": 16,
         "completion_tokens": 3,
         "draft_tokens": 4,
