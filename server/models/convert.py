@@ -2,11 +2,12 @@
 
 import contextlib
 import io
-import json
 import logging
+import math
 import os
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
-# GGUF's general.file_type; all others are quantised, and bfloat16 is precise enough for them.
+# By GGUF's types of tensors; all others are quantised, and bfloat16 is precise enough for them.
 _UNQUANTISED_DTYPES = {0: "float32", 1: "float16"}
 # Names of tokenizer.ggml.pre. transformers knows some of them, and silently splits text for any
 # other name as GPT-2 does, which is wrong for most. The second group splits off digits first (as
@@ -73,6 +74,7 @@ def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> N
 
     from .gguf_parts import join, open_whole
     from .gguf_rope import ROPE_FACTORS, llama3_rope
+    from .gguf_tokens import mend_tokenizer
 
     stage = f"Converting {source.name}"
     progress(stage, 0, 0)
@@ -101,12 +103,13 @@ def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> N
         if reason is None:
             _keep_file(held, file, rope)
         else:
-            log.info("the weights of %s are unpacked: %s", source.name, reason)
+            dtype = _unpacked_dtype(file)
+            log.info("the weights of %s are unpacked to %s: %s", source.name, dtype, reason)
             _warn_of_later_layers(source, file)
-            _unpack(held, folder, file.metadata.get("general.file_type", -1), rope)
+            _unpack(held, file, dtype, rope)
             held.unlink()
         tokenizer.save_pretrained(folder)
-        _drop_invented_tokens(folder, len(file.metadata["tokenizer.ggml.tokens"]))
+        mend_tokenizer(folder / "tokenizer.json", file.metadata)
     except (ValueError, KeyError, NotImplementedError) as error:
         raise ModelError(f"cannot convert {source}: {error}") from error
     progress(stage, 1, 1)
@@ -133,6 +136,7 @@ def _keep_file(held: Path, file: "GgufFile", rope: dict[str, Any] | None) -> Non
     config.dtype = "bfloat16"  # of everything but the weights
     config.rope_parameters = rope or config.rope_parameters
     config.architectures = ["LlamaForCausalLM"]
+    _set_tokens(config, file)
     config.save_pretrained(held.parent)
     GenerationConfig.from_model_config(config).save_pretrained(held.parent)
     if held.is_symlink():
@@ -144,10 +148,28 @@ def _keep_file(held: Path, file: "GgufFile", rope: dict[str, Any] | None) -> Non
             shutil.copyfile(source, held)
 
 
-def _unpack(held: Path, folder: Path, file_type: int, rope: dict[str, Any] | None) -> None:
+def _unpacked_dtype(file: "GgufFile") -> str:
+    """The dtype in which most of the numbers are, whatever the metadata say."""
+    numbers: Counter[str] = Counter()
+    for entry in file.entries.values():
+        numbers[_UNQUANTISED_DTYPES.get(entry.type_id, "bfloat16")] += math.prod(entry.shape)
+    return numbers.most_common(1)[0][0]
+
+
+def _set_tokens(config: Any, file: "GgufFile") -> None:
+    """Name those tokens that the file has: transformers has others for files that name none."""
+    from .gguf_tokens import end_token_ids
+
+    ids = end_token_ids(file.metadata)
+    config.eos_token_id = ids if len(ids) > 1 else next(iter(ids), None)
+    for name, key in (("bos", "bos"), ("pad", "padding")):
+        setattr(config, f"{name}_token_id", file.metadata.get(f"tokenizer.ggml.{key}_token_id"))
+
+
+def _unpack(held: Path, file: "GgufFile", dtype: str, rope: dict[str, Any] | None) -> None:
     """Write the weights as transformers reads them. Raises ValueError if some are missing."""
     import torch
-    from transformers import GgufConfig
+    from transformers import GenerationConfig, GgufConfig
 
     from outrider.engine.models.pretrained import load_pretrained
 
@@ -155,11 +177,13 @@ def _unpack(held: Path, folder: Path, file_type: int, rope: dict[str, Any] | Non
         model = load_pretrained(
             held,
             None,
-            dtype=getattr(torch, _UNQUANTISED_DTYPES.get(file_type, "bfloat16")),
+            dtype=getattr(torch, dtype),
             quantization_config=GgufConfig(dequantize=True),  # otherwise save_pretrained raises
         )
         model.config.rope_parameters = rope or model.config.rope_parameters
-        model.save_pretrained(folder)
+        _set_tokens(model.config, file)
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+        model.save_pretrained(held.parent)
 
 
 def _fix_pre_tokenizer(backend: Any, pre: str | None, source: Path) -> None:
@@ -179,15 +203,3 @@ def _fix_pre_tokenizer(backend: Any, pre: str | None, source: Path) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]
     )
-
-
-def _drop_invented_tokens(folder: Path, num_tokens: int) -> None:
-    """Remove added tokens that the GGUF file does not have.
-
-    transformers adds `<|endoftext|>` to every tokenizer like GPT-2's. If the file has no such
-    token, its id lies beyond the embedding, and a text that contains these letters would use it.
-    """
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text())
-    content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < num_tokens]
-    path.write_text(json.dumps(content, ensure_ascii=False))

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Increase when the conversion of GGUF files changes its output, or refuses more of them.
-_GGUF_RECIPE = 4
+_GGUF_RECIPE = 5
 _MADE_FROM_GGUF = re.compile(r" mtime \d+, recipe (\d+)$")
 _MAX_POINTER_BYTES = 1024  # by the specification of Git LFS
 
@@ -121,8 +121,8 @@ def _refuse_old_conversion(directory: Path, model: str) -> None:
         found = _MADE_FROM_GGUF.search(source)
         if found and int(found[1]) < _GGUF_RECIPE:
             raise ModelError(
-                f"{model!r} was converted by an older version of Outrider, which may have left out "
-                f"tensors; give the GGUF file itself, which is then converted again ({source})"
+                f"{model!r} was converted by an older version of Outrider, which could lose "
+                f"tensors and tokens; give the GGUF file, which is then converted again ({source})"
             )
 
 

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from gguf import TokenType
 from safetensors.torch import load_file
 from tiny_pairs import write_tiny_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.engine.api import ignore_progress
+from outrider.engine.models.architectures import eos_token_ids, load_config
 from outrider.engine.models.gguf_file import FILE_NAME, GgufFile
 from outrider.server.models.convert import gguf_to_directory
 from outrider.server.models.store import ModelError
@@ -235,3 +237,105 @@ def test_layers_beyond_those_that_a_gguf_file_counts_are_named(
     (told,) = caplog.messages
     assert "1 of its tensors are of layers 2 to 2, and its config counts 2; they" in told
     assert told.endswith("blk.2.attn_norm.weight")
+
+
+def test_numbers_keep_the_precision_in_which_most_of_them_are(tmp_path: Path, folder: Path) -> None:
+    for type_, dtype in ((Type.F32, torch.float32), (Type.F16, torch.float16)):
+        source = write_tiny_gguf(tmp_path / "m.gguf", type_=type_, file_type=None)
+        made = folder / type_.name
+        made.mkdir()
+        gguf_to_directory(source, made, ignore_progress)
+        tensors = load_file(made / "model.safetensors").values()
+        assert {tensor.dtype for tensor in tensors} == {dtype}
+        assert json.loads((made / "config.json").read_text())["dtype"] == str(dtype).split(".")[1]
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def ends(folder: Path) -> set[str]:
+    """The tokens that end an answer of a converted model."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = eos_token_ids(folder, load_config(folder), tokenizer)
+    return {tokenizer.convert_ids_to_tokens(i) for i in ids}
+
+
+@pytest.mark.parametrize("type_", [Type.F32, Type.Q8_0])
+@pytest.mark.parametrize(
+    ("tokens", "ids", "expected"),
+    [
+        ([], {"eos": "a"}, {"a", "<|end|>"}),
+        (["<a>", "<b>"], {"eos": "b", "eot": "<a>", "eom": "<b>"}, {"b", "<a>", "<b>", "<|end|>"}),
+        (["<|im_end|>", "<|endoftext|>"], {}, {"<|im_end|>", "<|endoftext|>", "<|end|>"}),
+        (["<end_of_turn>", "<eos>"], {"eos": "<eos>"}, {"<eos>", "<end_of_turn>", "<|end|>"}),
+        (["<|eot_id|>", "<|eom_id|>", "</s>"], {}, {"<|eot_id|>", "<|eom_id|>", "</s>", "<|end|>"}),
+        # gpt-oss ends a part of an answer with <|end|>, and Gemma 4 has a </s> that is none.
+        (["<|return|>", "<|call|>"], {}, {"<|return|>", "<|call|>"}),
+        (["<turn|>", "<|tool_response>", "</s>"], {}, {"<turn|>", "<|tool_response>", "<|end|>"}),
+    ],
+)
+def test_every_token_that_ends_an_answer_is_known(
+    tokens: list[str],
+    ids: dict[str, str],
+    expected: set[str],
+    type_: Type,
+    tmp_path: Path,
+    folder: Path,
+) -> None:
+    source = write_tiny_gguf(
+        tmp_path / "m.gguf",
+        type_=type_,
+        more_tokens=dict.fromkeys(tokens, TokenType.NORMAL),
+        ids=ids,
+    )
+    gguf_to_directory(source, folder, ignore_progress)
+    assert ends(folder) == expected
+
+
+@pytest.mark.parametrize("type_", [Type.F32, Type.Q8_0])
+def test_no_token_is_invented_for_a_file_that_names_none(
+    type_: Type, tmp_path: Path, folder: Path
+) -> None:
+    source = write_tiny_gguf(tmp_path / "m.gguf", type_=type_, ids={}, end="<no>")
+    gguf_to_directory(source, folder, ignore_progress)
+    assert ends(folder) == set()
+    config = json.loads((folder / "config.json").read_text())
+    assert [config.get(f"{role}_token_id") for role in ("bos", "eos", "pad")] == [None] * 3
+
+
+@pytest.mark.parametrize("type_", [TokenType.NORMAL, TokenType.CONTROL, TokenType.USER_DEFINED])
+def test_what_a_template_writes_is_one_token_whatever_its_type(
+    type_: TokenType, tmp_path: Path, folder: Path
+) -> None:
+    markers = [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<｜User｜>",
+        "<think>",
+    ]  # one is not in GPT-2's letters
+    source = write_tiny_gguf(
+        tmp_path / "m.gguf",
+        more_tokens=dict.fromkeys(markers, type_),
+        chat_template=CHATML + "<｜User｜><think>",
+    )
+    gguf_to_directory(source, folder, ignore_progress)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    first = tokenizer.convert_tokens_to_ids(markers[0])
+    for i, marker in enumerate(markers):
+        assert tokenizer.encode(f"a{marker}b") == [
+            *tokenizer.encode("a"),
+            first + i,
+            *tokenizer.encode("b"),
+        ]
+    assert len(tokenizer) == len(
+        load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    )
+    hidden = tokenizer.decode(tokenizer.encode("a<|im_end|><think>b"), skip_special_tokens=True)
+    assert hidden == ("ab" if type_ is TokenType.CONTROL else "a<think>b")
+
+
+def test_ordinary_text_in_a_template_is_no_marker(tmp_path: Path, folder: Path) -> None:
+    source = write_tiny_gguf(tmp_path / "m.gguf", chat_template="ab 123 {{ messages }}")
+    gguf_to_directory(source, folder, ignore_progress)
+    added = AutoTokenizer.from_pretrained(folder).get_added_vocab()
+    assert added == {"<|end|>": 0}

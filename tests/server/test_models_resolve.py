@@ -192,7 +192,7 @@ def test_what_an_older_version_has_converted_is_converted_again(
     monkeypatch.undo()
     monkeypatch.setenv("OUTRIDER_HOME", str(home / "home"))
     monkeypatch.chdir(home)
-    with pytest.raises(ModelError, match=r"older version .* give the GGUF file itself, .*tiny\.gg"):
+    with pytest.raises(ModelError, match=r"older version .* give the GGUF file, .*tiny\.gg"):
         resolve.resolve(str(old))
     new = resolve.resolve("tiny.gguf")
     assert new != old

@@ -45,25 +45,35 @@ def write_tiny_gguf(
     type_: GGMLQuantizationType = GGMLQuantizationType.F32,
     part_tensors: int = 0,
     small_first: bool = False,
+    more_tokens: Mapping[str, TokenType] = {},
+    ids: Mapping[str, str] = {"bos": "<|end|>", "eos": "<|end|>"},
+    chat_template: str | None = None,
+    file_type: int | None = 0,
+    end: str = "<|end|>",
 ) -> Path:
     """A random two-layer llama in float32, with a byte-level tokenizer whose digits can merge.
 
     With further `metadata` and `tensors`, by name, and without some; its matrices are of `type_`.
     With `part_tensors` of them in a file, it comes in several; returns the first, which has no
-    tensors if it is `small_first`.
+    tensors if it is `small_first`. `ids` are tokens by their roles, and `end` is the first token.
     """
-    tokens, types, merges = _vocabulary()
+    tokens, types, merges = _vocabulary(end)
+    tokens += more_tokens
+    types += more_tokens.values()
     shape = Llama(len(tokens), hidden=32, heads=4, kv_heads=2, ffn=64, num_layers=2)
     split = {"split_max_tensors": part_tensors, "small_first_shard": small_first}
     writer = shape.writer(path, 128, architecture, **split)
-    writer.add_file_type(0)
+    if file_type is not None:
+        writer.add_file_type(file_type)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(merges)
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
+    for role, token in ids.items():
+        writer.add_uint32(f"tokenizer.ggml.{role}_token_id", tokens.index(token))
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
     rng = np.random.default_rng(0)
     for name, size in shape.tensors():
         values = rng.normal(0, 0.3, size).astype(np.float32)
@@ -78,9 +88,9 @@ def write_tiny_gguf(
     return min(path.parent.glob(f"{path.stem}-00001-of-*")) if part_tensors else path
 
 
-def _vocabulary() -> tuple[list[str], list[TokenType], list[str]]:
+def _vocabulary(end: str) -> tuple[list[str], list[TokenType], list[str]]:
     letters = [chr(code) for code in range(ord("!"), ord("~") + 1)] + ["Ġ", "Ċ"]
     merges = ["1 2", "12 3", "Ġ 1", "a b"]
-    tokens = ["<|end|>", *letters, *(merge.replace(" ", "") for merge in merges)]
+    tokens = [end, *letters, *(merge.replace(" ", "") for merge in merges)]
     types = [TokenType.CONTROL] + [TokenType.NORMAL] * (len(tokens) - 1)
     return tokens, types, merges
