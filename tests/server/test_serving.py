@@ -161,14 +161,12 @@ def test_there_are_files_for_all_connections(caplog: pytest.LogCaptureFixture) -
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_missing_model_ends_the_command(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("outrider.server.http.serving.configure_logging", lambda *_: None)
+def test_missing_model_ends_the_command() -> None:
     settings = ["target.model=./nowhere", "speculation.proposer=none"]
     assignments = [argument for setting in settings for argument in ("--set", setting)]
-    assert CliRunner().invoke(app, ["serve", "--port", "0", *assignments]).exit_code == 1
-    assert "./nowhere" in caplog.text
+    result = CliRunner().invoke(app, ["serve", "--port", "0", *assignments])
+    assert result.exit_code == 1
+    assert "./nowhere" in result.output
 
 
 @pytest.mark.parametrize("moment", ["while it prepares", "while it opens a socket"])

@@ -12,13 +12,12 @@ import pytest
 from message_parts import joined
 
 from outrider.server.api import input_items
-from outrider.server.api.content import text_of
+from outrider.server.api.content import TextPart, text_of
 from outrider.server.api.input_items import (
     CustomCallItem,
     Item,
     MessageItem,
     ReasoningItem,
-    TextPart,
 )
 from outrider.server.api.messages_protocol import (
     AnthropicMessage,

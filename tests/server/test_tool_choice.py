@@ -443,7 +443,7 @@ def test_custom_tool_is_called_with_a_text(served: Served, stream: bool) -> None
 def test_blanks_that_the_grammar_allows_are_no_part_of_the_input(
     served: Served, allows: Allows
 ) -> None:
-    blanks = "\n" * 64
+    blanks = "\n  "
     arguments = f'{{{blanks}"input"{blanks}:{blanks}"a"{blanks}}}'
     text = f'[{{"name": "note", "arguments": {arguments}}}]'
     says(served, text, sizes=(1,))

@@ -73,8 +73,10 @@ def test_what_other_servers_have_is_named_with_what_is_served(serve: Serve) -> N
         for each in (path, f"{path}/abc"):
             reply = post(served.app, {}, path=each)
             assert reply.status == 404
-            assert f"no {wanted}" in reply.error["message"]
-            assert "/v1/chat/completions" in reply.error["message"]
+            error = reply.json()["error"]
+            message = error if path.startswith("/api/") else error["message"]
+            assert f"no {wanted}" in message
+            assert "/v1/chat/completions" in message
     assert reply.error["code"] == "not_found"
     batches = post(served.app, {}, path="/v1/messages/batches")
     assert batches.error["type"] == "not_found_error"
