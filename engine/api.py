@@ -179,7 +179,8 @@ class EngineInfo:
     page_size_tokens: int
     cache_bytes: int
     max_num_seqs: int
-    num_speculative_tokens: int
+    num_speculative_tokens: int  # drawn from a model in one step, at most
+    max_drafts: int  # of a sequence in one step, looked-up ones among them
     proposer: str | None
     load_s: float
     warm_up_s: float  # part of load_s: all that follows the reading of the weights

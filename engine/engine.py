@@ -69,7 +69,7 @@ class Engine:
     @property
     def info(self) -> EngineInfo:
         worker, pair, memory = self.worker, self.worker.pair, self.sequences.memory
-        k = worker.slots.max_drafts
+        max_drafts = worker.slots.max_drafts
         proposer = pair.head.kind if pair.head else self._config.speculation.proposer
         draft = pair.draft or pair.head
         return EngineInfo(
@@ -83,15 +83,16 @@ class Engine:
             page_size_tokens=pair.page_size,
             cache_bytes=memory.num_pages * pair.page_bytes,
             max_num_seqs=self._config.scheduler.max_num_seqs,
-            num_speculative_tokens=k,
-            proposer=proposer if k > 0 else None,
+            num_speculative_tokens=self._config.speculation.max_drafts,
+            max_drafts=max_drafts,
+            proposer=proposer if max_drafts > 0 else None,
             load_s=self._load_s,
             warm_up_s=self._warm_up_s,
             pid=os.getpid(),
         )
 
     def _begin(self, num_pages: int, max_model_len: int, **learning: Any) -> None:
-        config, k, pair = self._config, self.worker.slots.max_drafts, self.worker.pair
+        config, slots, pair = self._config, self.worker.slots, self.worker.pair
         self._in_flight = None
         memory = DeviceMemory(
             num_pages,
@@ -102,9 +103,9 @@ class Engine:
             keeps_events=config.cache.kv_events_endpoint is not None,
         )
         adaptive = None
-        if k > 0 and config.speculation.adaptive:
+        if slots.max_drafts > 0 and config.speculation.adaptive:
             stops_early = self.worker.proposer.stops_early
-            adaptive = AdaptiveSpeculation(k, stops_early=stops_early, **learning)
+            adaptive = AdaptiveSpeculation(slots.max_drawn, stops_early=stops_early, **learning)
         self.sequences = Sequences(config.scheduler, memory, self.worker, max_model_len, adaptive)
         self.scheduler = Scheduler(self.sequences)
         self.committer = Committer(self.sequences)

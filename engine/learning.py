@@ -14,10 +14,10 @@ def learn_costs(engine: Engine, report: ReportProgress = ignore_progress) -> Non
 
     No sequence may be there. Whatever the prefix cache and the statistics hold is forgotten.
     """
-    # A source that reads the text may find nothing to propose in this one.
-    if engine.sequences.adaptive is None or engine.worker.proposer.needs_host:
+    k = engine.worker.slots.max_drawn
+    if engine.sequences.adaptive is None or k == 0:
         return
-    engine.start_over(first_ks=range(engine.worker.slots.max_drafts + 1))
+    engine.start_over(first_ks=range(k + 1))
     start_s = time.perf_counter()
     sizes = batch_sizes(engine.info.max_num_seqs)
     params = SamplingParams(max_tokens=engine.info.max_model_len - 1, ignore_eos=True)

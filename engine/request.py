@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from .api import FinishReason, NewRequest, RequestOutput, SamplingParams, Verification
 from .memory.sequence import SequenceMemory
+from .scheduling.lookups import Hits
 
 if TYPE_CHECKING:
     from .grammars.grammar import Grammar
@@ -49,6 +50,7 @@ class Request:
         self.grammar: Grammar | None = None  # the engine sets it; compiled by the first step
 
         self.speculates = True
+        self.hits = Hits()  # of looked-up drafts
         self.arrival_s = time.perf_counter()
         self.queue_s = 0.0
         self.num_cached_tokens: int | None = None  # prefix cache hits when it was first admitted

@@ -68,10 +68,11 @@ class Worker:
         self.slots = Slots(
             config.scheduler.max_num_seqs,
             self.pair.max_model_len,
-            k,
+            MAX_DRAFTS if k > 0 else 0,  # k is for models; what is looked up costs rows alone
             self.pair.page_size,
             self.device,
             self.pair.vocab_size,
+            k if config.speculation.proposer == "draft_model" else 0,
         )
         self.edits = LogitEdits(self.slots)
         self.proposer = build_proposer(config, self.slots, self.edits, self.pair)
@@ -113,9 +114,8 @@ class Worker:
     @torch.inference_mode()
     def rehearse(self) -> None:
         """Run the largest step on dummy sequences, to measure its memory."""
-        num_seqs, k = self.slots.max_num_seqs, self.slots.max_drafts
-        num_logits = num_seqs * (k + 1)
-        scored = self.scorer.rehearse(max(self._most_rows, num_logits), num_logits)
+        num_logits = min(self.slots.max_num_seqs * (self.slots.max_drafts + 1), self._most_rows)
+        scored = self.scorer.rehearse(self._most_rows, num_logits)
         self.proposer.rehearse(scored)
         self.verifier.rehearse(scored.logits)
 
@@ -124,7 +124,11 @@ class Worker:
         gc.collect()  # frees the memory of an engine that was used before
         progress = partial(report, "capturing the target's graphs")
         logits = self.pair.target.capture(
-            self.slots.max_drafts + 1, self._most_rows, True, progress
+            self.slots.max_drawn + 1,
+            self._most_rows,
+            True,
+            progress,
+            most_rows_per_seq=self.slots.max_drafts + 1,
         )
         self.proposer.capture(report)  # after the target: a head's graphs read the target's taps
         self.verifier.capture(logits)
@@ -141,7 +145,7 @@ class Worker:
 
     def must_know(self, request: Request) -> bool:
         """Whether the host must know all of a sequence's tokens before anything is drafted."""
-        return self.proposer.needs_host or self.edits.need_host(request.slot)
+        return self.edits.need_host(request.slot)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:

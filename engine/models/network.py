@@ -27,6 +27,10 @@ from .weights import Linear
 # GPU takes longer to compute the pass than the host to launch its kernels, so no graph is needed.
 _ROWS_STEP = 128
 _MOST_ROWS = 1024
+# Rows of a sequence, beyond the usual ones, for which passes are captured: up to 8 each number,
+# then few. With more than _MOST_LONG_ROWS rows in all a pass is padded to a step of _ROWS_STEP.
+_LONG_ROWS = (33, 24, 16, 12, 8)
+_MOST_LONG_ROWS = 256
 
 
 class PagedLayers(ABC):
@@ -156,17 +160,28 @@ class Network(PagedLayers):
         return self._phase.captured
 
     def capture(
-        self, rows_per_seq: int, most_rows: int, every_row_has_logits: bool, progress: Progress
+        self,
+        rows_per_seq: int,
+        most_rows: int,
+        every_row_has_logits: bool,
+        progress: Progress,
+        *,
+        most_rows_per_seq: int = 0,
     ) -> Tensor:
-        """Capture passes of up to `rows_per_seq` rows a sequence, and passes with prompts, up to
-        `most_rows` rows; cache and slots must be bound.
+        """Capture passes of up to `rows_per_seq` rows a sequence, some of up to
+        `most_rows_per_seq`, and passes with prompts, up to `most_rows` rows; cache and slots must
+        be bound.
 
         Every row gets logits, or one row a sequence. Returns the logits of the largest shape;
         those of the other shapes begin at the same address, unless the model computes them outside
         its output layer. Raises UnsupportedModelError if the model's own code waits for the GPU.
         """
         shapes = captured_shapes(
-            self._slots.max_num_seqs, rows_per_seq, most_rows, every_row_has_logits
+            self._slots.max_num_seqs,
+            rows_per_seq,
+            most_rows,
+            every_row_has_logits,
+            most_rows_per_seq,
         )
         self.reserve_logits(shapes[0][2])
         for done, shape in enumerate(shapes):
@@ -212,9 +227,17 @@ class Network(PagedLayers):
 
 
 def captured_shapes(
-    max_num_seqs: int, rows_per_seq: int, most_rows: int, every_row_has_logits: bool
+    max_num_seqs: int,
+    rows_per_seq: int,
+    most_rows: int,
+    every_row_has_logits: bool,
+    most_rows_per_seq: int = 0,
 ) -> list[Shape]:
-    """(sequences, rows, logits) to capture, the largest first."""
+    """(sequences, rows, logits) to capture, the largest first.
+
+    A few sequences may have more than `rows_per_seq` rows each, up to `most_rows_per_seq`. Where
+    all have, there are so many rows that the steps of _ROWS_STEP are close enough.
+    """
 
     def shape_of(num_seqs: int, num_rows: int) -> Shape:
         # At least a row for each sequence; verification reads up to one padding row for each.
@@ -222,6 +245,10 @@ def captured_shapes(
         logits = min(num_rows, most_rows + num_seqs) if every_row_has_logits else num_seqs
         return num_seqs, rows, logits
 
+    def takes_long(num_seqs: int, rows: int) -> bool:
+        return rows_per_seq < rows <= most_rows_per_seq and num_seqs * rows <= _MOST_LONG_ROWS
+
+    usual = [r for r in range(rows_per_seq, 0, -1) if r <= 8 or r in (rows_per_seq, *_LONG_ROWS)]
     most = max_num_seqs * rows_per_seq
     steps = range(most // _ROWS_STEP * _ROWS_STEP + _ROWS_STEP, _MOST_ROWS + 1, _ROWS_STEP)
     num_logits = shape_of(max_num_seqs, most)[2]
@@ -234,7 +261,7 @@ def captured_shapes(
         *(
             shape_of(n, n * rows)
             for n in padded_sizes(max_num_seqs)
-            for rows in range(rows_per_seq, 0, -1)
+            for rows in (*(r for r in _LONG_ROWS if takes_long(n, r)), *usual)
         ),
     ]
     return list(dict.fromkeys(shapes))

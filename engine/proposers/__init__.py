@@ -35,7 +35,7 @@ def build_proposer(
     def predicted(request: Request) -> Prediction | None:
         return Prediction(request) if request.predicted_token_ids else None
 
-    predictions = Lookup("prediction", predicted, slots, needs_host=False)
+    predictions = Lookup("prediction", predicted, slots)
     return Proposer([predictions, _configured(config, slots, edits, pair)])
 
 
@@ -43,7 +43,7 @@ def _configured(config: EngineConfig, slots: Slots, edits: LogitEdits, pair: Mod
     speculation = config.speculation
     if speculation.proposer == "ngram":
         lens = speculation.ngram_min_tokens, speculation.ngram_max_tokens
-        return Lookup("ngram", lambda _: NgramLookup(*lens), slots, needs_host=True)
+        return Lookup("ngram", lambda _: NgramLookup(*lens), slots)
     if speculation.proposer != "draft_model":
         raise ValueError(
             f"unknown proposer {speculation.proposer!r}; known: draft_model, ngram, none"

@@ -4,7 +4,8 @@ from abc import ABC, abstractmethod
 
 from ..api import ReportProgress
 from ..models.network import Pass
-from ..scheduling.plan import Plan, SourceName
+from ..request import Request
+from ..scheduling.plan import Plan, SourceName, Wish
 from .draws import Draws
 
 Counts = dict[int, int]  # numbers of drafts, by slot
@@ -15,12 +16,22 @@ class Source(ABC):
     ones.
 
     What it drafts may depend on anything but on what the target makes of it. It counts positions
-    from the tokens that the device knows, or sets `needs_host`.
+    from the tokens that the device knows.
     """
 
     name: SourceName
     draws: Draws | None = None  # what it draws drafts with; None: they are one-hot
-    needs_host = False  # whether the host must know all tokens before it can draft
+
+    def looks_up(self, request: Request) -> bool:
+        """Whether it may wish for drafts of this sequence."""
+        return False
+
+    def wish(self, request: Request) -> Wish | None:
+        """What it would draft in the next step; None: it does not know yet, or nothing.
+
+        Called once for every step that samples.
+        """
+        return None
 
     @abstractmethod
     def propose(self, plan: Plan, wanted: Counts) -> Counts:

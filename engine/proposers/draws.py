@@ -38,10 +38,11 @@ class Draws:
         self._slots = slots
         self._edits = edits
         self.stops_early = slots.device.type == "cpu"
-        shape, device = (slots.max_num_seqs + 1, slots.max_drafts), slots.device
+        num_slots, device = slots.max_num_seqs + 1, slots.device
+        shape = num_slots, slots.max_drawn, source.vocab_size
         self.distributions = DraftDistributions(
-            torch.empty(*shape, source.vocab_size, dtype=source.dtype, device=device),
-            torch.empty(*shape, STATE_WIDTH, device=device),
+            torch.empty(*shape, dtype=source.dtype, device=device),
+            torch.empty(num_slots, slots.max_drafts, STATE_WIDTH, device=device),
         )
         self._phase = Phase(self.draw, device)
 

@@ -104,7 +104,7 @@ class HeadSource(Source):
             self._draft_for_dummies(num_seqs)
 
     def _draft_for_dummies(self, size: int) -> None:
-        k = self._slots.max_drafts
+        k = self._slots.max_drawn
         packed = self._drafter.pack(NONE_NP, NONE_NP, size, k)
         self._drafts(packed, (size, k, *SAMPLING_KINDS[0]))
 
@@ -118,7 +118,7 @@ class HeadSource(Source):
         for done, size in enumerate(sizes):
             report("capturing the head's drafts", done, len(sizes))
             for kind in SAMPLING_KINDS:
-                for k in range(self._slots.max_drafts, 0, -1):
+                for k in range(self._slots.max_drawn, 0, -1):
                     packed = self._drafter.pack(NONE_NP, NONE_NP, size, k)
                     self._drafts.capture(packed, (size, k, *kind))
 

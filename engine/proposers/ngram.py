@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from ..request import Request
+from .lookup import Found
+
+MOST_ALIKE = 32  # tokens that are compared to see how sure a place is
 
 
 def ends_of_longest_suffix(
@@ -25,6 +27,13 @@ def ends_of_longest_suffix(
     return longest_np
 
 
+def num_alike(text_np: np.ndarray, suffix_np: np.ndarray) -> int:
+    """How many tokens at the end of both are the same, up to MOST_ALIKE. Shape: [T], [S]."""
+    most = min(len(text_np), len(suffix_np), MOST_ALIKE)
+    differs_np = text_np[len(text_np) - most :] != suffix_np[len(suffix_np) - most :]
+    return int(differs_np[::-1].argmax()) if differs_np.any() else most
+
+
 class NgramLookup:
     """Finds where the last tokens of a sequence occurred before.
 
@@ -37,10 +46,7 @@ class NgramLookup:
         self._tokens_np = np.zeros(0, dtype=np.int32)  # with room after the known tokens
         self._num_known = 0
 
-    def next_drafts(self, request: Request, num_drafts: int) -> list[int] | None:
-        return (self.lookup(request.token_ids, num_drafts) or None) if num_drafts else None
-
-    def lookup(self, token_ids: list[int], num_drafts: int) -> list[int]:
+    def find(self, token_ids: list[int], num_tokens: int) -> Found | None:
         """The tokens that followed the latest earlier occurrence of the longest known suffix.
 
         Where the known text ends they begin again: it is taken to repeat what it has said since.
@@ -48,9 +54,11 @@ class NgramLookup:
         text_np = self._known_np(token_ids)
         ends_np = ends_of_longest_suffix(text_np[:-1], text_np, self._min_tokens, self._max_tokens)
         if len(ends_np) == 0:
-            return []
-        period = len(token_ids) - int(ends_np[-1])
-        return [token_ids[i % period - period] for i in range(num_drafts)]
+            return None
+        end = int(ends_np[-1])
+        period = len(token_ids) - end
+        following = [token_ids[i % period - period] for i in range(num_tokens)]
+        return Found(following, num_alike(text_np[:end], text_np))
 
     def _known_np(self, token_ids: list[int]) -> np.ndarray:
         """The whole sequence as an array; copies only tokens that are new since the last call."""

@@ -10,7 +10,8 @@ from outrider.kernels.verify.sampling import STATE_LOG_Z
 
 from ..api import ReportProgress
 from ..models.network import Pass
-from ..scheduling.plan import Plan
+from ..request import Request
+from ..scheduling.plan import Plan, Wish
 from ..state.host_copy import uploaded
 from ..state.slots import DraftDistributions
 from .base import Counts, Source
@@ -34,17 +35,28 @@ class Proposer:
         return self._draws.distributions if self._draws else None
 
     @property
-    def needs_host(self) -> bool:
-        return any(source.needs_host for source in self.sources)
-
-    @property
     def stops_early(self) -> bool:
         """Whether it heeds the plan's `least_chance`."""
         return self._draws is not None and self._draws.stops_early
 
+    def looks_up(self, request: Request) -> bool:
+        """Whether a source may wish for drafts of this sequence."""
+        return any(source.looks_up(request) for source in self.sources)
+
+    def wish(self, request: Request) -> Wish | None:
+        """What the first source that knows it would draft for a sequence in the next step."""
+        for source in self.sources:
+            try:
+                if (wish := source.wish(request)) is not None:
+                    return wish
+            except Exception:
+                log.exception("the source %s failed to look up", source.name)
+        return None
+
     def propose(self, plan: Plan) -> list[int]:
         """Draft up to `max_drafts` tokens for each sampled sequence of a plan.
 
+        Where the plan has a wish, its source drafts and no other.
         Returns k_i of every sequence: that many drafts lie in its slot, after the known tokens.
         What a source that fails should have drafted for is left to the next ones; without drafts
         a sequence decodes plainly in the same step.
@@ -53,7 +65,7 @@ class Proposer:
         drafted: Counts = {}
         for source in self.sources:
             try:
-                counts = source.propose(plan, left)
+                counts = source.propose(plan, self._share_of(source, plan, left))
                 if source.draws is None:
                     self._mark_one_hot([slot for slot, k in counts.items() if k > 0])
             except Exception:
@@ -65,6 +77,16 @@ class Proposer:
                 if counts.get(scheduled.slot, 0) > 0:
                     scheduled.source = source.name
         return [drafted.get(scheduled.slot, 0) for scheduled in plan.scheduled]
+
+    def _share_of(self, source: Source, plan: Plan, left: Counts) -> Counts:
+        """How many drafts a source may make."""
+        if source.draws is None:
+            return left
+        return {
+            scheduled.slot: min(left[scheduled.slot], scheduled.max_drawn)
+            for scheduled in plan.sampled
+            if scheduled.slot in left
+        }
 
     def _mark_one_hot(self, slots: list[int]) -> None:
         """The drafts of these slots were not drawn from what is kept there."""

@@ -12,10 +12,14 @@ pays: while the chance that the next draft stands is worth more than its time, a
 of tokens a second. Then only one choice is left here: to draft, or not to.
 """
 
+import operator
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from statistics import median
+
+from .lookups import ROW_COST, Worth, worth
 
 PRIOR_ACCEPTANCE, PRIOR_STEPS = 0.7, 8  # acceptance assumed at first, and its weight in steps
 ACCEPTANCE_WEIGHT = 1 / 48  # least weight of a step in the running acceptance
@@ -23,6 +27,7 @@ NUM_TIMES, MIN_TIMES = 9, 4  # for each batch size and k: step times kept, and n
 UNLIKELY = 0.1  # chance below which no draft pays, whatever it costs
 NUM_RECENT = 32  # steps that tell the present number of tokens a second
 MIN_GAIN = 1.02  # another k must promise this much more, so that noise changes nothing
+LEAST_ROW_COST = 0.01  # of a row for each sequence, lest noise make rows free
 CLOSE = 0.9  # another k that promises at least so much costs next to nothing to try
 # Between trials; doubles while no other k is close.
 SHORTEST_INTERVAL_STEPS, LONGEST_INTERVAL_STEPS = 48, 256
@@ -43,7 +48,8 @@ class AdaptiveSpeculation:
         """`stops_early`: the proposer stops a sequence's drafts at `least_chance`. `first_ks`: what
         a new batch size decodes with, in turn. `known`: takes over the costs that it has learned.
         """
-        self._max_k, self._stops_early, self._first_ks = max_k, stops_early, first_ks
+        self._max_k, self._stops_early = max_k, stops_early
+        self._first_ks = [k for k in first_ks if k <= max_k]
         # [max_k] P(draft j stands | those before it stood), and how many steps measured it
         self._acceptance = [PRIOR_ACCEPTANCE] * max_k
         self._num_seen = [PRIOR_STEPS] * max_k
@@ -63,6 +69,8 @@ class AdaptiveSpeculation:
         no moment to try another k.
         """
         costs = self._costs_of(num_seqs)
+        if self._max_k == 0:
+            return 0
         if (k := self._first_unknown(costs)) is not None:
             return k if is_timed else 0
         if is_timed and self._trial:
@@ -89,6 +97,19 @@ class AdaptiveSpeculation:
         # The next draft stands about as often as a first one does.
         return costs.tokens_for_a_draft() / self._acceptance[0]
 
+    def accepted(self, k: int) -> float:
+        """How many of k drafts of a model are expected to be accepted."""
+        return sum(accumulate(self._acceptance[:k], operator.mul), 0.0)
+
+    def worth(self, num_seqs: int, k: int) -> Worth:
+        """What looked-up drafts are compared with: a step with k drafts of a model."""
+        costs = self._costs_of(num_seqs)
+        if not costs.is_known(0):
+            return worth(num_seqs, 1 + self.accepted(k))
+        of_a_row = costs.of_a_row() if costs.knows_rows else ROW_COST * costs.of(0)
+        of_a_step = costs.of(k) if costs.is_known(1) else costs.of(0)
+        return worth(num_seqs, 1 + self.accepted(k), of_a_row / of_a_step)
+
     def observe(
         self,
         k: int | None,
@@ -96,6 +117,7 @@ class AdaptiveSpeculation:
         wanted: Sequence[int],
         accepted: Sequence[int],
         elapsed_s: float | None,
+        num_looked_up: int = 0,
     ) -> None:
         """Learn from a step that drafted `wanted[i]` tokens for sequence i; `accepted[i]` stood.
 
@@ -103,14 +125,22 @@ class AdaptiveSpeculation:
         end or without room. None: every request named its own, and the time says nothing about our
         choice. k was chosen for `num_seqs` sequences; others in the step have just read their
         prompt. `elapsed_s` is None if the step did more than decode, which makes its time useless.
+        `num_looked_up` drafts were from texts, of sequences besides those of `wanted`. A step with
+        such drafts shows what their rows cost, if it has no others.
         """
-        for j in range(max(wanted)):
+        for j in range(max(wanted, default=0)):
             reached = [a for w, a in zip(wanted, accepted, strict=True) if j < w and j <= a]
             if reached:
                 share = sum(a > j for a in reached) / len(reached)
                 self._num_seen[j] += 1
                 weight = max(ACCEPTANCE_WEIGHT, 1 / self._num_seen[j])
                 self._acceptance[j] += weight * (share - self._acceptance[j])
+        if num_looked_up:
+            self._previous_k = 0
+            if elapsed_s is not None and not any(wanted):
+                num_rows = num_looked_up / max(1, num_seqs)
+                self._costs_of(num_seqs).observe_rows(num_rows, elapsed_s)
+            return
         if k is None:
             return
         catches_up = k > 0 and self._previous_k == 0  # the draft reads what it missed meanwhile
@@ -182,6 +212,23 @@ class _StepCosts:
         # Of the last steps: the largest k; drafts and tokens of a sequence, on the average.
         self.recent: deque[tuple[int, float, float]] = deque(maxlen=NUM_RECENT)
         self._warmed: set[int] = set()
+        # Steps with looked-up drafts: rows for these, as many a sequence on the average, and cost.
+        self._rows: deque[tuple[float, float]] = deque(maxlen=NUM_RECENT)
+
+    @property
+    def knows_rows(self) -> bool:
+        return len(self._rows) >= MIN_TIMES
+
+    def of_a_row(self) -> float:
+        """The cost of another row for each sequence, without the drafting of a model."""
+        num_rows = sum(rows for rows, _ in self._rows)
+        cost = sum(cost for _, cost in self._rows)
+        return max(LEAST_ROW_COST, (cost - len(self._rows) * self.of(0)) / num_rows)
+
+    def observe_rows(self, num_rows: float, elapsed_s: float) -> None:
+        """Learn from a step with so many rows a sequence for looked-up drafts, and no others."""
+        if self.is_known(0):
+            self._rows.append((num_rows, elapsed_s / median(self._pace_s)))
 
     def is_known(self, k: int) -> bool:
         return len(self._latest.get(k, ())) >= MIN_TIMES

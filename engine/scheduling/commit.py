@@ -67,18 +67,14 @@ class Committer:
     def _observe(self, plan: Plan, elapsed_s: float) -> None:
         """Report to the choice of k how many drafts were accepted, and how long the step took.
 
-        Predicted drafts say nothing of those that k is chosen for. Beside them, nor does the time.
+        Looked-up drafts say nothing of a model's, for which k is chosen.
         """
         adaptive = self._sequences.adaptive
-        sampled = [s for s in plan.sampled if s.source != "prediction"]
-        if adaptive is None or not sampled:
+        if adaptive is None or not plan.sampled:
             return
+        sampled = [s for s in plan.sampled if not s.is_looked_up]
         num_prefill_rows = sum(s.num_new_tokens for s in plan.scheduled) - len(plan.scheduled)
-        is_timed = (
-            plan.follows_another
-            and len(sampled) == len(plan.sampled)
-            and times_decoding(num_prefill_rows, len(sampled))
-        )
+        is_timed = plan.follows_another and times_decoding(num_prefill_rows, len(plan.sampled))
         are_open = [s for s in sampled if s.request.params.num_speculative_tokens is None]
         adaptive.observe(
             max((s.num_drafts for s in are_open), default=None),
@@ -86,6 +82,7 @@ class Committer:
             [s.num_drafts for s in sampled],
             [len(s.token_ids) - 1 for s in sampled],
             elapsed_s if is_timed else None,
+            sum(s.num_drafts for s in plan.sampled if s.is_looked_up),
         )
 
     def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:
@@ -121,6 +118,7 @@ class Committer:
             # The accepted drafts lead to a dead end. They stand, as they would without speculation:
             # to draw them again would favour tokens that lead elsewhere.
             drawn = drawn[:num_accepted]
+        request.hits.observe(*((num_drafts, num_accepted) if scheduled.is_looked_up else (0, 0)))
         if num_drafts:
             for j in range(num_drafts):
                 self._stats.drafted_per_position[j] += 1

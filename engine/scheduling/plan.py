@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isnan
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,16 @@ SAMPLING_KINDS = ((True, True), (False, True), (False, False))
 MAX_PROMPT_LOGITS = 512
 
 
+class Wish(NamedTuple):
+    """What a source would draft for a sequence, known before the step is planned."""
+
+    drafts: list[int]
+    num_matched: int = 0  # known tokens that its text agrees with
+    num_assumed: int = 0  # tokens of a step in flight, assumed to be as its text has them
+    is_alone: bool = True  # no other source may draft, even if none of this is drafted
+    source: SourceName | None = None
+
+
 @dataclass(slots=True)
 class ScheduledRequest:
     """One sequence's share of a step."""
@@ -28,6 +38,8 @@ class ScheduledRequest:
     request: Request
     num_new_tokens: int  # known tokens that the target computes
     max_drafts: int = 0  # there are rows and pages for so many
+    max_drawn: int = 0  # how many of them may be drawn from a model
+    wish: Wish | None = None  # the drafts are the first of these; None: a model may draft
     num_drafts: int = 0  # how many were made
     source: SourceName | None = None  # where they are from; None: there are none
     # End of the tokens whose KV the draft has after the step, if all drafts are accepted; relative
@@ -88,6 +100,11 @@ class ScheduledRequest:
         if not request.reports_prompt or request.num_output_tokens:
             return None
         return min(self.end, request.num_prompt_tokens)
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether its drafts are from a text, not from a model."""
+        return self.source not in (None, "draft_model")
 
     @property
     def is_void(self) -> bool:

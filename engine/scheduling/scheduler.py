@@ -5,11 +5,15 @@ from typing import TYPE_CHECKING
 
 from ..request import Request
 from .adaptive_speculation import times_decoding
+from .lookups import Worth, worth
 from .plan import MAX_PROMPT_LOGITS, Plan, ScheduledRequest
 from .sequences import Sequences
 
 if TYPE_CHECKING:
     from ..grammars.grammar_process import GrammarProcess
+
+
+_LOOKED_UP_MASKS = 8  # for looked-up drafts of a sequence, where masks are rationed
 
 
 class Scheduler:
@@ -29,7 +33,8 @@ class Scheduler:
         self._memory, self._worker = sequences.memory, sequences.worker
         self._slots, self._max_model_len = sequences.worker.slots, sequences.max_model_len
         # For requests that leave k open.
-        self._num_speculative_tokens, self._least_chance = self._slots.max_drafts, 0.0
+        self._num_speculative_tokens, self._least_chance = self._slots.max_drawn, 0.0
+        self._worth = Worth(0.0, 0.0)  # of looked-up drafts in the step that is planned
         # How many masks of its grammar each sequence may ask for in this step, where it matters.
         self._num_questions: dict[Request, int] = {}
         self._num_steps = 0
@@ -92,7 +97,9 @@ class Scheduler:
             if len(sequences) == len(requests):
                 continue
             for _, request in sorted(sequences, key=itemgetter(0)):
-                wanted = 1 + self._num_drafts_wanted(request)
+                looks_up = self._worker.proposer.looks_up(request)
+                looked_up = _LOOKED_UP_MASKS if looks_up else 0
+                wanted = 1 + max(self._num_drafts_wanted(request), looked_up)
                 self._num_questions[request] = process.allowance.take(wanted)
         for request in requests:
             if request.grammar is not None and self._takes_part(request):
@@ -104,9 +111,7 @@ class Scheduler:
     def must_know(self) -> bool:
         """Whether the host must read the step in flight before it can plan the next one."""
         return any(
-            request.is_in_flight
-            and self._num_drafts_wanted(request) > 0
-            and self._worker.must_know(request)
+            request.is_in_flight and self._may_draft(request) and self._worker.must_know(request)
             for request in self._sequences.running
         )
 
@@ -114,6 +119,7 @@ class Scheduler:
         """Choose the number of drafts for a step that also computes these prompts."""
         adaptive = self._sequences.adaptive
         if adaptive is None:
+            self._worth = worth(num_decoding)
             return
         if not self._sequences.running:
             adaptive.expect_change()
@@ -122,6 +128,7 @@ class Scheduler:
             num_decoding, is_timed=times_decoding(num_prompt_tokens, num_decoding)
         )
         self._least_chance = adaptive.least_chance(num_decoding)
+        self._worth = adaptive.worth(num_decoding, self._num_speculative_tokens)
 
     def _schedule_running(self, request: Request, budget: int, plan: Plan) -> int:
         """Give a running sequence its share of the step; returns its number of rows, or 0."""
@@ -217,11 +224,11 @@ class Scheduler:
                 num_told = max(0, request.num_scored_tokens - request.memory.num_computed_tokens)
                 num_new = num_told + num_left
                 scheduled = ScheduledRequest(request, num_new)
-        num_wanted = self._num_drafts_wanted(request)
-        if num_wanted and request.is_in_flight and self._worker.must_know(request):
-            num_wanted = 0  # k has risen from 0 since `must_know`: draft from the next step on
-        scheduled.is_drafted_for = num_wanted > 0
-        if scheduled.samples and num_wanted:
+        k, may_draft = self._num_drafts_wanted(request), self._may_draft(request)
+        if may_draft and request.is_in_flight and self._worker.must_know(request):
+            k, may_draft = 0, False  # k has risen from 0 since `must_know`: from the next step on
+        scheduled.is_drafted_for = k > 0
+        if scheduled.samples and may_draft:
             # The last token needs no draft, since verification emits one more than it accepts.
             num_output_tokens = request.least_tokens - request.num_prompt_tokens
             room = min(
@@ -232,14 +239,41 @@ class Scheduler:
             # The first token does not wait until the draft has read the prompt: the next step does
             # that, in one pass with the drafts of others.
             if num_output_tokens > 0 or self.lag == 0:
-                scheduled.max_drafts = max(0, min(num_wanted, room))
+                self._set_drafts(scheduled, k, max(0, room))
                 if request.params.num_speculative_tokens is None:
                     scheduled.least_chance = self._least_chance
         return scheduled
 
+    def _set_drafts(self, scheduled: ScheduledRequest, k: int, room: int) -> None:
+        """Set how many drafts a sequence may have: looked-up ones that pay, or else k of a model's,
+        and never more than there is room for.
+        """
+        request = scheduled.request
+        scheduled.max_drawn = scheduled.max_drafts = min(k, room)
+        wish = self._worker.proposer.wish(request)
+        if wish is None:
+            return
+        own_k, adaptive = request.params.num_speculative_tokens, self._sequences.adaptive
+        most = min(room, len(wish.drafts), self._slots.max_drafts if own_k is None else own_k)
+        most = min(most, max(0, self._num_questions.get(request, most + 1) - 1))
+        acceptance = request.hits.acceptance(wish.num_matched)
+        otherwise = adaptive.accepted(k) if adaptive and not wish.is_alone else 0.0
+        count = self._worth.take(acceptance, wish.num_assumed, most, otherwise)
+        if count > 0 or wish.is_alone:
+            scheduled.wish, scheduled.max_drafts = wish, count
+
+    def _may_draft(self, request: Request) -> bool:
+        """Whether anything may draft for it in the next step."""
+        return self._num_drafts_wanted(request) > 0 or (
+            request.speculates
+            and request.params.num_speculative_tokens != 0
+            and self._worker.proposer.looks_up(request)
+        )
+
     def _num_drafts_wanted(self, request: Request) -> int:
+        """How many drafts of a model a sequence wants."""
         if not request.speculates:
             return 0
         k = request.params.num_speculative_tokens
-        k = self._num_speculative_tokens if k is None else min(k, self._slots.max_drafts)
+        k = self._num_speculative_tokens if k is None else min(k, self._slots.max_drawn)
         return min(k, max(0, self._num_questions.get(request, k + 1) - 1))

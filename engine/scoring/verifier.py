@@ -42,7 +42,7 @@ class Verifier:
         integers = uploaded(self._dummies(2), self._slots.device)
         both = logits, logits.float()
         for x, kind in product(both, SAMPLING_KINDS):
-            yield partial(self._run, integers, (2, *kind), x)
+            yield partial(self._run, integers, (2, self._slots.max_drafts, *kind), x)
         yield partial(self._edits.rehearse, logits)
 
     def rehearse(self, logits: Tensor) -> None:
@@ -52,7 +52,9 @@ class Verifier:
         """
         size, num_rows = self._slots.max_num_seqs, len(logits)
         integers = uploaded(self._dummies(size), self._slots.device)
-        self._run(integers, (size, True, True), self._edits.rehearse(logits))
+        self._run(
+            integers, (size, self._slots.max_drafts, True, True), self._edits.rehearse(logits)
+        )
         index = torch.arange(num_rows, device=logits.device)
         num_top = min(MAX_LOGPROBS, self._slots.vocab_size)
         gather_logprobs(logits[index], torch.zeros_like(index), num_top, self._slots.vocab_size)
@@ -64,8 +66,9 @@ class Verifier:
         """
         for size in padded_sizes(self._slots.max_num_seqs):
             for kind in SAMPLING_KINDS:
-                tensors = (logits[: size * (self._slots.max_drafts + 1)],)
-                self._phase.capture(self._dummies(size), (size, *kind), tensors)
+                for most in sorted({self._slots.max_drawn, self._slots.max_drafts}, reverse=True):
+                    tensors = (logits[: size * (most + 1)],)
+                    self._phase.capture(self._dummies(size), (size, most, *kind), tensors)
 
     def verify(self, plan: Plan, logits: Tensor) -> list[np.ndarray] | None:
         """Verify all sampled sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
@@ -144,9 +147,12 @@ class Verifier:
         count = len(slots_np)
         size = self._phase.padded_size(count) if is_captured else count
         packed_np = self._pack(slots_np, num_drafts_np, size)
+        # A graph for more rows of logits takes longer, also if they are not there.
+        is_long = num_drafts_np.max() > self._slots.max_drawn
+        most = self._slots.max_drafts if is_long else self._slots.max_drawn
         if is_captured:
-            return self._phase(packed_np, (size, *kind), logits)[:count]
-        return self._run(uploaded(packed_np, self._slots.device), (size, *kind), logits)
+            return self._phase(packed_np, (size, most, *kind), logits)[:count]
+        return self._run(uploaded(packed_np, self._slots.device), (size, most, *kind), logits)
 
     def read(self, plan: Plan, drawn: list[np.ndarray] | None) -> None:
         """Enter what `verify` drew in the plan of a step that has ended."""
@@ -172,10 +178,11 @@ class Verifier:
     def _run(self, integers: Tensor, shape: Shape, logits: Tensor) -> Tensor:
         """Verify, and write the drawn tokens into the slots.
 
+        `shape` is (requests, most drafts of one, filters, samples).
         Shape: integers [3, B + 1 or more], see `_pack`; logits [T, V]; returns [B, K + 2]: K + 1
         tokens, padded with -1, and a flag for bad logits.
         """
-        size, filters, samples = shape
+        size, _, filters, samples = shape
         cu_rows, (slot, num_drafts) = integers[0, : size + 1], integers[1:, :size].unbind()
         # A plain step is one in which no sequence has drafts: it takes the same kernels.
         return verify(

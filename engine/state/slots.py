@@ -28,7 +28,7 @@ class DraftDistributions(NamedTuple):
     Drafts are one-hot where the log_z of their state is NaN.
     """
 
-    # [num_slots, K, V'] raw logits, in the draft's dtype
+    # [num_slots, K', V'] raw logits, in the draft's dtype; K' <= K
     logits: Tensor
     # [num_slots, K, 4] row states of the draft sampler
     state: Tensor
@@ -45,11 +45,14 @@ class Slots:
         page_size: int,
         device: torch.device,
         vocab_size: int,
+        max_drawn: int | None = None,
     ) -> None:
-        """Token ids are below `vocab_size`."""
+        """Token ids are below `vocab_size`; `max_drawn` is `max_drafts` unless it is given."""
         num_slots = max_num_seqs + 1
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+        # Of a sequence in one step: of any drafts, and of those that are drawn from a model.
         self.max_drafts = max_drafts
+        self.max_drawn = max_drafts if max_drawn is None else max_drawn
         self.dummy = max_num_seqs  # the slot that padding reads and writes
         # Room after the longest sequence: a step writes up to k + 1 tokens, and the next one may
         # be launched before the host has read them.

@@ -110,7 +110,7 @@ def load_draft(
     q_state = zero, zero + float("nan"), zero, zero
     if draft.raw is not None:
         at_q = slot * draft.slot_stride + j.to(tl.int64) * draft.column_stride + token
-        in_q = exists & (token < draft.width)
+        in_q = exists & (token < draft.width) & (j < draft.columns)
         raw_q = tl.load(draft.raw + at_q, mask=in_q, other=-float("inf")).to(tl.float32)
         q_state = load_state(draft.state + (slot * (num_columns - 1) + j) * 4, is_column)
     if words_ptr is None:

@@ -91,7 +91,7 @@ def open_row(slot, j, has_draft, row_ptr, width, state, q_state, tokens_ptr, dra
     q_width = 0
     if draft.raw is not None:
         q_ptr = draft.raw + slot * draft.slot_stride + j.to(tl.int64) * draft.column_stride
-        q_width = tl.where(has_draft, draft.width, 0)
+        q_width = tl.where(has_draft & (j < draft.columns), draft.width, 0)
     draft_id = tl.load(tokens_ptr + j, mask=has_draft, other=-1)
     log_scale = tl.where(has_draft, log_scale, 0.0)
     return row_ptr, width, state, q_ptr, q_width, q_state, draft_id, log_scale

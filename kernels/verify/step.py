@@ -48,9 +48,9 @@ class Step(NamedTuple):
     # [B] of any integers: how many drafts of the step stand before the one to draw; None: these are
     # no draws of drafts, but what verification emits
     offset: Tensor | None
-    # [num_slots, K, V'] raw draft logits, and their states: [num_slots, K, 4] float32. Draws of
+    # [num_slots, K', V'] raw draft logits, and states: [num_slots, K, 4] float32, K' <= K. Draws of
     # drafts write them if they are there. Without them drafts are one-hot; also where the log_z of
-    # a state is NaN.
+    # a state is NaN, as it must be for drafts from K' on.
     kept: tuple[Tensor, Tensor] | None
     vocab_size: int
     words: Tensor | None  # [B, K + 2, 4] int64 random words to use instead of Philox's
@@ -74,9 +74,10 @@ class Step(NamedTuple):
 
     def _draft_logits(self) -> "DraftLogits":
         if self.kept is None or self.max_drafts == 0:
-            return DraftLogits(None, 0, 0, 0, None)
+            return DraftLogits(None, 0, 0, 0, 0, None)
         logits, state = self.kept
-        return DraftLogits(logits, logits.stride(0), logits.stride(1), logits.shape[2], state)
+        _, columns, width = logits.shape
+        return DraftLogits(logits, logits.stride(0), logits.stride(1), columns, width, state)
 
 
 class StepArguments(NamedTuple):
@@ -101,9 +102,10 @@ class StepArguments(NamedTuple):
 class DraftLogits(NamedTuple):
     """Raw draft logits as the kernels take them; with `raw` None, all drafts are one-hot."""
 
-    raw: Tensor | None  # [num_slots, K, V']
+    raw: Tensor | None  # [num_slots, K', V']
     slot_stride: int
     column_stride: int
+    columns: int  # K'
     width: int  # V'
     state: Tensor | None  # [num_slots, K, 4]
 
@@ -137,8 +139,9 @@ def gather_reference(step: Step) -> GatheredStep:
         logits = step.logits.new_zeros(*draft_ids.shape, 1)
         state = logits.new_full((*draft_ids.shape, 4), torch.nan, dtype=torch.float32)
     else:
-        at = slot[:, None], column.clamp_max(k_max - 1)
-        logits, state = (each[at] for each in step.kept)
+        logits, state = (
+            each[slot[:, None], column.clamp_max(each.shape[1] - 1)] for each in step.kept
+        )
     anchor = slots.num_tokens[slot]
     return GatheredStep(
         step.logits[: int(cu_rows[-1])],

@@ -133,8 +133,8 @@ def verify(
     max_drafts
         K in 0..32.
     kept
-        What `draft_sample` kept; None: one-hot drafts. Shape: [num_slots, K, V'] and
-        [num_slots, K, 4].
+        What `draft_sample` kept; None: one-hot drafts. Drafts from K' <= K on are one-hot, as
+        their states must say. Shape: [num_slots, K', V'] and [num_slots, K, 4].
     vocab_size
         Ids from here on are never emitted. At most V.
     filters

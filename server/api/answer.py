@@ -127,7 +127,7 @@ class Answer(ABC):
                 "tokens_per_second": times.tokens_per_s and round(times.tokens_per_s, 3),
             }
         if self._include_drafts:
-            k = self._service.engine_info.num_speculative_tokens
+            k = self._service.engine_info.max_drafts
             drafts = speculation_metrics([sample.acceptance for sample in self._samples], k)
             told |= {"speculative_decoding": drafts} if drafts else {}
         return RequestMetrics(**told) if told else None

@@ -266,7 +266,7 @@ class Service:
             told_of_prompts=told_of_prompts,
             bad_words=bad_words,
             num_predicted=len(predicted),
-            max_drafts=self.engine_info.num_speculative_tokens,
+            max_drafts=self.engine_info.max_drafts,
         )
         prompt_logprobs = max((num for num in told_of_prompts if num is not None), default=None)
         params = [

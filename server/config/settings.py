@@ -100,8 +100,9 @@ class SpeculationSettings(Section):
         default=None,
         ge=0,
         le=32,
-        description="Maximum draft tokens per request and step (k); 0: plain decoding. Unset: what "
-        f"suits the draft if the server chooses it, else {DEFAULT_K}.",
+        description="Maximum draft tokens of a model per request and step (k); 0: plain decoding. "
+        "Drafts that are looked up have their own number, up to 32. Unset: what suits the draft if "
+        f"the server chooses it, else {DEFAULT_K}.",
     )
     adaptive: bool = Field(
         default=True,

@@ -16,7 +16,7 @@ class ModelInfo(APIResponse):
 
 class SpeculationInfo(APIResponse):
     proposer: str | None  # null: the target decodes plainly
-    num_speculative_tokens: int  # the most drafts in a step
+    num_speculative_tokens: int  # drafts of a model in a step, at most
     adaptive: bool  # whether fewer are drafted if that is faster
     verification: Verification  # for requests that name none
 

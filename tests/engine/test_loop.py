@@ -36,8 +36,8 @@ def test_greedy_output_is_the_targets_own_for_any_k(
     engine = Engine(engine_config(target, draft, k=k))
     assert [tokens(o) for o in run(engine, MIXED, GREEDY)] == truth
     drafted = engine.stats().drafted_per_position
-    assert len(drafted) == k
-    assert all(count > 0 for count in drafted)
+    assert all(count > 0 for count in drafted[:k])
+    assert not any(drafted[k:])  # there is room for drafts that are looked up
 
 
 def test_greedy_output_is_the_targets_own_with_ngram_drafts(

@@ -94,6 +94,7 @@ class FollowsTheLastStep(AdaptiveSpeculation):
         wanted: Sequence[int],
         accepted: Sequence[int],
         elapsed_s: float | None,
+        num_looked_up: int = 0,
     ) -> None:
         self._last = 1 + sum(wanted) + 2 * sum(accepted)
 

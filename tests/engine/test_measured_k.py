@@ -160,7 +160,7 @@ def test_a_requests_own_k_is_kept_though_no_further_draft_pays(tiny_model: Tiny)
         )
     assert counts[0][2] > 0
     assert counts[1][0] > 0
-    assert counts[1][1:] == [0, 0]
+    assert not any(counts[1][1:])
 
 
 def test_what_lies_between_two_steps_is_part_of_their_cost(

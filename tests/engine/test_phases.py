@@ -128,6 +128,18 @@ def test_no_captured_pass_has_more_rows_than_a_step(
             assert any(s >= num_seqs and r >= num_rows and n >= num_rows for s, r, n in shapes)
 
 
+def test_few_passes_are_captured_for_the_rows_of_looked_up_drafts() -> None:
+    usual = captured_shapes(64, 5, 512, True)
+    shapes = captured_shapes(64, 5, 512, True, 33)
+    assert set(shapes) >= set(usual)
+    assert len(shapes) < len(usual) + 25
+    for num_seqs in (1, 2, 4):  # of which each may have any number of rows
+        for rows in range(1, 34):
+            wanted = num_seqs * rows
+            padded = min(r for s, r, n in shapes if s >= num_seqs and min(r, n) >= wanted)
+            assert padded <= max(wanted + 9 * num_seqs, 5 * num_seqs)
+
+
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
 def test_a_step_of_all_its_rows_runs_captured(target: Path, recorded: type[_Recorded]) -> None:
     config = engine_config(target, target, k=4, max_num_seqs=7, max_num_batched_tokens=12)

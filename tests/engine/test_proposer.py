@@ -37,9 +37,9 @@ class Scripted(Source):
 
 def plan(*max_drafts: int) -> Any:
     """Sequences in slots 10, 11, … and one more, in slot 9, that reads its prompt."""
-    reads = SimpleNamespace(slot=9, samples=False, max_drafts=0, source=None)
+    reads = SimpleNamespace(slot=9, samples=False, max_drafts=0, max_drawn=0, source=None)
     sampled = [
-        SimpleNamespace(slot=10 + i, samples=True, max_drafts=k, source=None)
+        SimpleNamespace(slot=10 + i, samples=True, max_drafts=k, max_drawn=k, source=None)
         for i, k in enumerate(max_drafts)
     ]
     return SimpleNamespace(scheduled=[reads, *sampled], sampled=sampled)
@@ -74,7 +74,7 @@ def test_a_source_that_fails_leaves_its_sequences_to_the_next(
 def with_lookup(engine: Engine) -> Engine:
     """Prompt lookup drafts where it finds something, and else what drafted before."""
     worker = engine.worker
-    lookup = Lookup("ngram", lambda _: NgramLookup(1, 4), worker.slots, needs_host=True)
+    lookup = Lookup("ngram", lambda _: NgramLookup(1, 4), worker.slots)
     worker.proposer.sources.insert(1, lookup)
     return engine
 
@@ -97,7 +97,8 @@ def test_looked_up_and_drawn_drafts_alternate(tiny_model: Tiny, lag: int) -> Non
     assert [tokens(o) for o in run(engine, different, GREEDY)] == [
         generate(target, prompt, GREEDY.max_tokens) for prompt in different
     ]
-    assert {"ngram", "draft_model"} == set(seen)
+    assert "draft_model" in seen
+    assert lag == 1 or "ngram" in seen  # behind a model's drafts in flight it must be sure
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])

@@ -129,11 +129,9 @@ def short_of_everything(config: EngineConfig, rng: random.Random) -> EngineConfi
 def whole(outputs: list[RequestOutput]) -> tuple[Any, ...]:
     """All that an answer says of its text, however it was cut into steps."""
     last = outputs[-1]
-    fields = ["token_ids", "logprobs"]
-    if last.finish_reason != "error":  # an error loses the prompt's logprobs of its own step
-        fields.append("prompt_logprobs")
     texts = [
-        [entry for output in outputs for entry in getattr(output, field) or ()] for field in fields
+        [entry for output in outputs for entry in getattr(output, field) or ()]
+        for field in ("token_ids", "logprobs", "prompt_logprobs")
     ]
     return *texts, last.finish_reason, last.stop_token_id, last.error, last.is_dead_end
 

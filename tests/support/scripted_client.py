@@ -39,6 +39,7 @@ class ScriptedClient:
             cache_bytes=2**20,
             max_num_seqs=8,
             num_speculative_tokens=4,
+            max_drafts=4,
             proposer="draft_model",
             load_s=1.0,
             warm_up_s=0.0,

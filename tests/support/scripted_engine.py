@@ -53,6 +53,7 @@ class ScriptedEngine:
             cache_bytes=0,
             max_num_seqs=8,
             num_speculative_tokens=2,
+            max_drafts=2,
             proposer=None,
             load_s=0.0,
             warm_up_s=0.0,
