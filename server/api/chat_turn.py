@@ -156,7 +156,7 @@ async def chat_prompt(
         raise invalid_value(
             "messages",
             f"The model {service.model_name!r} has no chat template and takes no messages; "
-            "send a prompt to /v1/completions.",
+            "send a prompt to /v1/completions, or start the server with --chat-template FILE.",
         )
     if body.has_two_ends:
         raise invalid_value(

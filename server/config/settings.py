@@ -54,6 +54,11 @@ class TargetSettings(_ModelSettings):
     device: Device = Field(
         default="auto", description="auto | cpu | cuda | cuda:N; auto: cuda where there is one."
     )
+    chat_template: Path | None = Field(
+        default=None,
+        description="File with a Jinja template, which makes prompts of chats. Unset: the model's "
+        "own.",
+    )
 
 
 class DraftSettings(_ModelSettings):

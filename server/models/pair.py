@@ -20,6 +20,7 @@ from outrider.engine.config import (
 from outrider.engine.models.heads.config import HeadConfig, HeadError, check_mtp_head, head_kind
 
 from ..config.settings import MTP, DraftSettings, Settings, TargetSettings
+from ..text.chat_template import read_template
 from ..text.tokenizer import Tokenizer, TokenizerData
 from .choice import choose, with_proposer, without_draft
 from .compatibility import Vocabulary, shared_vocab_size
@@ -51,6 +52,12 @@ def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress)
 
     Logs what was chosen, and why. Raises ModelError.
     """
+    template = None
+    if (file := settings.target.chat_template) is not None:
+        try:
+            template = read_template(file.expanduser())
+        except ValueError as error:
+            raise ModelError(f"target.chat_template = {str(file)!r}: {error}") from None
     with _told("target.model", settings.target.model):
         target = resolve(
             settings.target.model,
@@ -61,24 +68,32 @@ def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress)
     config = _config(target, settings.target)
     if settings.speculation.proposer != "auto":
         settings = with_proposer(settings, settings.speculation.proposer)
-        return _pair(settings, target, config, progress)
+        return _pair(settings, target, config, template, progress)
     chosen, reason = choose(settings, target, config)
     log.info("%s", reason)
     try:
-        return _pair(chosen, target, config, progress)
+        return _pair(chosen, target, config, template, progress)
     except DraftError as error:
         if settings.draft.model is not None:
             raise
         # The user did not ask for this draft: continue without it.
         chosen, reason = without_draft(settings, f"{error}, so there is no draft model")
         log.warning("%s", reason)
-        return _pair(chosen, target, config, progress)
+        return _pair(chosen, target, config, template, progress)
 
 
-def _pair(settings: Settings, target: Path, config: Any, progress: ReportProgress) -> Pair:
+def _pair(
+    settings: Settings,
+    target: Path,
+    config: Any,
+    template: str | None,
+    progress: ReportProgress,
+) -> Pair:
+    """`template` is that of the settings, which goes before the model's own."""
     from outrider.engine.models.architectures import eos_token_ids
 
     tokenizer = _tokenizer(target, settings.target)
+    tokenizer.chat_template = template or tokenizer.chat_template
     vocabulary = _vocabulary(config, tokenizer)
     vocab_size = vocabulary.size
     draft = None

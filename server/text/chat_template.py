@@ -1,6 +1,7 @@
 """Turns the messages of a chat into the text of a prompt, as the model was trained to read it."""
 
 import inspect
+from pathlib import Path
 from typing import Any, cast
 
 from ..http.errors import cut
@@ -12,11 +13,33 @@ class ChatTemplateError(ValueError):
     """The template cannot make a prompt of what it was given."""
 
 
+def read_template(path: Path) -> str:
+    """The template in a file. Raises ValueError saying why it cannot be used."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        template = path.read_text("utf-8")
+        render_jinja_template([[]], chat_template=template)
+    except OSError as error:
+        raise ValueError(f"cannot read it: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is no text: {error}") from None
+    except TemplateSyntaxError as error:
+        raise ValueError(f"line {error.lineno} does not compile: {error.message}") from None
+    except Exception:  # it compiles, and wants messages
+        pass
+    if not template.strip():
+        raise ValueError("it is empty")
+    return template
+
+
 class ChatTemplate:
     """The template that comes with a model, or several by name; can be called from any thread.
 
     It is rendered by the part of transformers that needs no torch. Templates run in a sandbox, and
-    only the model's own are run: a request sends messages and variables, never a template.
+    only the model's own and that of the settings: a request sends messages and variables, never a
+    template.
     """
 
     def __init__(self, given: str | dict[str, str], special_tokens: dict[str, Any]) -> None:

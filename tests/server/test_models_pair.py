@@ -16,7 +16,7 @@ from outrider.server.config.settings_loader import load_settings
 from outrider.server.models.pair import Pair, engine_config, prepare_pair, resolve_device
 from outrider.server.models.prepare import Prepared, prepare
 from outrider.server.models.store import ModelError
-from outrider.server.text.tokenizer import TokenizerData
+from outrider.server.text.tokenizer import Tokenizer, TokenizerData
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,52 @@ def test_eos_is_what_generation_and_the_tokenizer_say(models: Path) -> None:
         assert prepare_pair(settings_for(models, "draft")).eos_token_ids == (0, 5, 7)
     finally:
         path.write_text(before)
+
+
+TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}{% generation %}{% endgeneration %}"
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_template_of_the_settings_goes_before_the_models_own(
+    has_own: bool, models: Path, tmp_path: Path
+) -> None:
+    target = shutil.copytree(models / "target", tmp_path / "target")
+    if not has_own:
+        (target / "chat_template.jinja").unlink()
+    plain = [f"target.model={target}", "speculation.proposer=none"]
+    own = prepare_pair(load_settings(assignments=plain, environ={})).tokenizer.chat_template
+    assert (own is not None) is has_own
+    (tmp_path / "chat.jinja").write_text(TEMPLATE + "\n")
+    given = [*plain, f"target.chat_template={tmp_path / 'chat.jinja'}"]
+    found = prepare_pair(load_settings(assignments=given, environ={}))
+    template = Tokenizer(found.tokenizer).chat_template
+    assert template is not None
+    messages = [{"role": "user", "content": "Hi"}]
+    options = {"add_generation_prompt": True, "continue_final_message": False, "variables": {}}
+    assert template.render(messages, tools=[], **options) == "[Hi]"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, r"chat\.jinja': cannot read it: No such file"),
+        (b"{% for m in messages %}\n{{ m.content }", r"chat\.jinja': line 2 does not compile: "),
+        (b"{{ messages | no_such_filter }}", "line 1 does not compile: No filter named"),
+        (b"\xff\xfe", "it is no text"),
+        (b"\n", "it is empty"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused_before_any_model_is_looked_for(
+    content: bytes | None, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "chat.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    settings = load_settings(
+        assignments=["target.model=/not-there", f"target.chat_template={file}"], environ={}
+    )
+    with pytest.raises(ModelError, match=rf"target\.chat_template = '.*{says}"):
+        prepare_pair(settings)
 
 
 @pytest.mark.parametrize(
