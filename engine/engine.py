@@ -186,7 +186,9 @@ class Engine:
             for request in queued:
                 if self._grammars is not None and request.params.grammar is not None:
                     request.grammar = self._grammars.start(
-                        request.params.grammar, request.params.stop_token_ids
+                        request.params.grammar,
+                        request.params.stop_token_ids,
+                        request.memory.cache_salt,
                     )
             self.sequences.add(queued)
         except BaseException:

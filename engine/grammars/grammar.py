@@ -31,6 +31,11 @@ class Grammar:
         return self._error or self.process.error
 
     @property
+    def is_at_fault(self) -> bool:
+        """Whether there is an error, and it is the grammar's own."""
+        return self.error is not None and not self.process.was_killed
+
+    @property
     def is_compiled(self) -> bool:
         begun = self.process.begun
         return begun.done() and begun.exception() is None

@@ -52,46 +52,51 @@ class GrammarCompiler:
         self._zygote = Zygote(table)
         self._slots = Semaphore(MAX_COMPILES_AT_ONCE)
         self._lock = Lock()
-        # Both: the latest use last.
-        self._processes: OrderedDict[str, GrammarProcess] = OrderedDict()
-        self._accepted: OrderedDict[tuple[Syntax, str], Verdict] = OrderedDict()
+        # Both: the latest use last. The salt comes first, as in the prefix cache: otherwise times
+        # would tell whether another client uses the same grammar.
+        self._processes: OrderedDict[tuple[str, str], GrammarProcess] = OrderedDict()
+        self._accepted: OrderedDict[tuple[str, Syntax, str], Verdict] = OrderedDict()
 
     def warm_up(self) -> None:
         """Start the process that the first grammar would otherwise have to wait for."""
         self._zygote.start()
 
-    def check(self, syntax: Syntax, text: str, timeout_s: float) -> "Future[Verdict]":
-        """Whether a grammar can be compiled. The future fails with OSError if no process starts."""
-        return self._run(lambda: self._check(syntax, text, timeout_s))
+    def check(
+        self, syntax: Syntax, text: str, timeout_s: float, salt: str = ""
+    ) -> "Future[Verdict]":
+        """Whether a grammar can be compiled. The future fails with OSError if no process starts, or
+        if it was ended from outside."""
+        return self._run(lambda: self._check(salt, syntax, text, timeout_s))
 
-    def _check(self, syntax: Syntax, text: str, timeout_s: float) -> Verdict:
+    def _check(self, salt: str, syntax: Syntax, text: str, timeout_s: float) -> Verdict:
+        key = salt, syntax, text
         with self._lock:
-            if verdict := self._accepted.get((syntax, text)):
-                self._accepted.move_to_end((syntax, text))
+            if verdict := self._accepted.get(key):
+                self._accepted.move_to_end(key)
                 return verdict
         process = GrammarProcess(self._zygote)
         verdict = process.begin(syntax, text, timeout_s)
         process.close()
         if verdict.error is None:
             with self._lock:
-                self._accepted[syntax, text] = verdict
+                self._accepted[key] = verdict
                 if len(self._accepted) > _MAX_ACCEPTED:
                     self._accepted.popitem(last=False)
         return verdict
 
-    def start(self, text: str, stop_token_ids: Sequence[int] = ()) -> Grammar:
-        """The grammar for one sequence; it is being compiled if no other sequence has had it.
+    def start(self, text: str, stop_token_ids: Sequence[int] = (), salt: str = "") -> Grammar:
+        """The grammar for one sequence; it is being compiled if none with this salt has had it.
 
         Where the grammar may end, `stop_token_ids` may end it too.
         """
         with self._lock:
-            process = self._processes.get(text)
+            process = self._processes.get((salt, text))
             if process is None or not process.is_usable():
                 process = GrammarProcess(self._zygote)
                 begin = partial(process.begin, "lark", text, COMPILE_TIMEOUT_S)
                 process.begun = self._run(begin)
-                self._processes[text] = process
-            self._processes.move_to_end(text)
+                self._processes[salt, text] = process
+            self._processes.move_to_end((salt, text))
             if len(self._processes) > _MAX_KEPT:
                 self._processes.popitem(last=False)
         end_mask = self._eos_mask | token_mask(stop_token_ids, self._vocab_size)

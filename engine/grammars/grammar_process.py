@@ -37,18 +37,21 @@ _TOO_MUCH = (
     "it takes more time or memory than a grammar may, or nests too deeply; make it smaller or "
     "less ambiguous"
 )
+_KILLED = "its process was ended from outside; try again"
 
 
 class GrammarProcess:
     """One grammar's process, which ends when this object is deleted.
 
-    `error` says why the grammar cannot be used, or no longer.
+    `error` says why the grammar cannot be used, or no longer; `was_killed` that something outside
+    ended the process, and the grammar may be good.
     """
 
     begun: "Future[Verdict]"  # of the call of `begin`, for a grammar that sequences follow
 
     def __init__(self, zygote: "Zygote") -> None:
         self.error: str | None = None
+        self.was_killed = False
         self._zygote = zygote
         self._connection: socket.socket | None = None
         self._lifeline: socket.socket | None = None
@@ -60,7 +63,7 @@ class GrammarProcess:
         self.allowance = Allowance()
 
     def begin(self, syntax: Syntax, text: str, timeout_s: float) -> Verdict:
-        """Compile; raises OSError if no process can be started."""
+        """Compile; raises OSError if no process can be started, or if it was ended from outside."""
         if self._is_closed:
             return Verdict("", "it was given up before it was compiled")
         connection, self._lifeline = self._zygote.fork()
@@ -74,7 +77,10 @@ class GrammarProcess:
             verdict = msgspec.msgpack.decode(receive(connection), type=Verdict)
         except UnicodeEncodeError:
             verdict = Verdict("", "it has half of a surrogate pair, which is no character")
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
+            if self._ended_from_outside(error):
+                self.close()
+                raise OSError(_KILLED) from None
             verdict = Verdict("", _TOO_MUCH)
             if time.monotonic() - start_s >= timeout_s:
                 reason = f"compiling it took longer than {timeout_s:g} s; make it smaller"
@@ -96,7 +102,7 @@ class GrammarProcess:
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         if poll.poll(0):  # with no answer due, all there can be to read is the end
-            self._fail()
+            self._fail(EOFError())
         return self.error is None
 
     def new_sequence(self) -> int:
@@ -118,8 +124,8 @@ class GrammarProcess:
         if self.error is None and self._connection is not None:
             try:
                 send(self._connection, Questions(ended, questions))
-            except OSError:
-                self._fail()
+            except OSError as error:
+                self._fail(error)
 
     def answers(self) -> list[Answer]:
         """One for each question; none at all if the process died."""
@@ -128,8 +134,8 @@ class GrammarProcess:
                 answered = self._decoder.decode(receive(self._connection))
                 self.allowance.charge(answered.spent_s, len(answered.answers))
                 return answered.answers
-            except (EOFError, OSError):
-                self._fail()
+            except (EOFError, OSError) as error:
+                self._fail(error)
         return []
 
     def close(self) -> None:
@@ -140,9 +146,19 @@ class GrammarProcess:
                 with contextlib.suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it
 
-    def _fail(self) -> None:
-        self.error = _TOO_MUCH
+    def _fail(self, error: Exception) -> None:
+        self.was_killed = self._ended_from_outside(error)
+        self.error = _KILLED if self.was_killed else _TOO_MUCH
         self.close()
+
+    def _ended_from_outside(self, error: Exception) -> bool:
+        """Whether the process died, and not of its grammar: then it has left no last words."""
+        if self._is_closed or isinstance(error, TimeoutError) or self._lifeline is None:
+            return False
+        with contextlib.suppress(OSError):
+            self._lifeline.settimeout(_LEAVE_S)
+            return not self._lifeline.recv(1)
+        return False
 
     def __del__(self) -> None:
         self.close()

@@ -12,6 +12,7 @@ other end of the lifeline is closed.
 """
 
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import os
@@ -249,8 +250,8 @@ def _serve(connection: socket.socket, tokenizer: LLTokenizer, limits: LLParserLi
 def _end_with(lifeline: socket.socket) -> None:
     """End this process, whatever it is doing, once the other end of this socket is closed.
 
-    Nothing is ever sent on it. On the connection, the wake-up for a message may come after the
-    message was read, and would be taken for the end.
+    Nothing is ever sent to here on it. On the connection, the wake-up for a message may come after
+    the message was read, and would be taken for the end.
     """
     # SIGIO ends a process on Linux. macOS ignores it: there only the limits on time end what nobody
     # waits for.
@@ -260,7 +261,21 @@ def _end_with(lifeline: socket.socket) -> None:
         os._exit(0)
 
 
-def _live(connection: socket.socket, tokenizer: LLTokenizer, limits: LLParserLimits) -> None:
+def _leave_last_words(lifeline: socket.socket) -> None:
+    """Have this process write to its lifeline as it dies of its own grammar, so that the engine can
+    tell this from being ended from outside. Must be called on the thread that may overflow.
+    """
+    faulthandler.enable(lifeline.fileno(), all_threads=False)
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        faulthandler.register(number, lifeline.fileno(), all_threads=False, chain=True)
+
+
+def _live(
+    connection: socket.socket,
+    lifeline: socket.socket,
+    tokenizer: LLTokenizer,
+    limits: LLParserLimits,
+) -> None:
     """Serve one grammar, on a stack of known size. Default signal handlers end the process."""
     if sys.platform == "linux":
         with open("/proc/self/statm") as statm:
@@ -271,9 +286,12 @@ def _live(connection: socket.socket, tokenizer: LLTokenizer, limits: LLParserLim
 
     def serve() -> None:
         try:
+            _leave_last_words(lifeline)
             _serve(connection, tokenizer, limits)
         except (EOFError, OSError):
             pass  # the engine closed the connection
+        except BaseException as error:  # as for lack of memory
+            lifeline.send(type(error).__name__.encode())
         finally:
             os._exit(0)
 
@@ -297,7 +315,7 @@ def _fork_for(control: socket.socket, tokenizer: LLTokenizer, limits: LLParserLi
         try:
             connection, lifeline = (socket.socket(fileno=fd) for fd in fds)
             _end_with(lifeline)
-            _live(connection, tokenizer, limits)
+            _live(connection, lifeline, tokenizer, limits)
         finally:
             os._exit(1)
     os.close(tell_fd)

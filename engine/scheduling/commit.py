@@ -204,8 +204,7 @@ def _why_undrawn(request: Request, *, may_be_its_edits: bool) -> tuple[str, bool
     if not may_be_its_edits:
         return "the target produced no finite logits for this sequence", False
     if request.edit_error is not None:
-        is_grammar = request.grammar is not None and request.grammar.error is not None
-        return request.edit_error, is_grammar
+        return request.edit_error, request.grammar is not None and request.grammar.is_at_fault
     first, *others = request.bans
     together = f", together with {' and '.join(others)}" if others else ""
     return f"{first}: it left no token to go on with{together}", True

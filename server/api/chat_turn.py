@@ -37,8 +37,11 @@ async def prepare_turn(
     )
     max_tokens = body.max_completion_tokens or body.max_tokens
     ids = service.truncate(body, ids, max_tokens)
-    grammar = await _grammar(service, body, calls)
-    of_calls = None if grammar else await _grammar_of_strict_calls(service, body, prompt, calls)
+    key = request_key(http)
+    salt = service.cache_salt(body, key)
+    grammar, of_calls = await _grammar(service, body, calls, salt), None
+    if grammar is None:
+        of_calls = await _grammar_of_strict_calls(service, body, prompt, calls, salt)
     # A model's own response template reads the whole prompt.
     readers = await off_loop(
         body.n * len(prompt),
@@ -56,7 +59,7 @@ async def prepare_turn(
         param="messages",
         max_tokens=max_tokens or service.room([ids]),
         logprobs=body.top_logprobs if body.logprobs else None,
-        key=request_key(http),
+        key=key,
         told_of_prompts=[body.prompt_logprobs],
         grammar=grammar or of_calls,
         predicted=await service.predicted(body),
@@ -107,21 +110,23 @@ def _shown_special_ids(service: Service, readers: list[MessageReader]) -> frozen
     return service.tokenizer.special_ids_of(service.message_format.delimiters)
 
 
-async def _grammar(service: Service, body: ChatCompletionRequest, calls: Calls) -> str | None:
+async def _grammar(
+    service: Service, body: ChatCompletionRequest, calls: Calls, salt: str
+) -> str | None:
     """The grammar of the answer; raises APIError.
 
     A required call takes precedence over a format, which clients send for the turn after the calls.
     """
     if calls.input_grammar is not None:
-        return await service.grammars.check("tools", calls.input_grammar)
+        return await service.grammars.check("tools", calls.input_grammar, salt)
     if calls.required:
         grammar = calls_grammar(calls.tools, several=calls.most is None)
-        return await service.grammars.check("tool_choice", grammar)
-    return await service.grammars.grammar_of(body.response_format, body.structured_outputs)
+        return await service.grammars.check("tool_choice", grammar, salt)
+    return await service.grammars.grammar_of(body.response_format, body.structured_outputs, salt)
 
 
 async def _grammar_of_strict_calls(
-    service: Service, body: ChatCompletionRequest, prompt: str, calls: Calls
+    service: Service, body: ChatCompletionRequest, prompt: str, calls: Calls, salt: str
 ) -> str | None:
     """The grammar of an answer that may call strict tools, if it can be had; raises APIError."""
     form = service.message_format
@@ -132,7 +137,7 @@ async def _grammar_of_strict_calls(
         return None
     begun = form.has_begun_reasoning(prompt, body.continued)
     grammar = text_and_calls_grammar(calls.tools, reasons=form.has_reasoning, begun=begun)
-    return await service.grammars.check("tools", grammar)
+    return await service.grammars.check("tools", grammar, salt)
 
 
 async def num_prompt_tokens(service: Service, body: ChatCompletionRequest) -> int:

@@ -49,15 +49,18 @@ async def prepare_completion(
     else:
         prompts = [service.truncate(body, prompt, body.max_tokens) for prompt in prompts]
     ranks_samples = body.num_samples > body.n
+    key = request_key(http)
     return service.samples(
         body,
         prompts,
         param="prompt",
         max_tokens=service.room(prompts) if body.max_tokens is None else body.max_tokens,
         logprobs=0 if logprobs is None and ranks_samples else logprobs,
-        key=request_key(http),
+        key=key,
         told_of_prompts=[body.prompt_logprobs, logprobs if body.echo else None],
-        grammar=await service.grammars.grammar_of(body.response_format, body.structured_outputs),
+        grammar=await service.grammars.grammar_of(
+            body.response_format, body.structured_outputs, service.cache_salt(body, key)
+        ),
         predicted=await service.predicted(body),
     )
 

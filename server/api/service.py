@@ -290,7 +290,7 @@ class Service:
                     prompt_token_ids=prompts[index // fields.num_samples],
                     params=params[index % fields.num_samples],
                     priority=fields.priority,
-                    cache_salt=self._cache_salt(fields, key),
+                    cache_salt=self.cache_salt(fields, key),
                     tells_drafts=fields.speculation.trace,
                     reports_prompt=fields.return_progress and fields.stream,
                     predicted_token_ids=list(predicted),
@@ -305,8 +305,8 @@ class Service:
     def _may_set_priority(self, http: Request) -> bool:
         return self.priority_keys is None or request_key(http) in self.priority_keys
 
-    def _cache_salt(self, fields: ChoiceFields, key: str | None) -> str:
-        """Only requests with the same salt share cached prefixes."""
+    def cache_salt(self, fields: ChoiceFields, key: str | None) -> str:
+        """Only requests with the same salt share cached prefixes and compiled grammars."""
         given = fields.cache_salt or ""
         if key is None or self.settings.share_cache_between_keys:
             return given

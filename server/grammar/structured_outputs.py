@@ -174,20 +174,21 @@ class GrammarChecker:
         self,
         response_format: ResponseFormat | None,
         structured_outputs: StructuredOutputs | None,
+        salt: str,
     ) -> str | None:
-        """The grammar of an answer; raises APIError that names the field."""
+        """The grammar of an answer; raises APIError that names the field. `salt` as in `check`."""
         text = response_format and response_format.grammar_text()
         if structured_outputs is None:
-            return await self.check("response_format", text) if text else None
+            return await self.check("response_format", text, salt) if text else None
         if text:
             raise invalid_value(
                 "structured_outputs", "structured_outputs and response_format exclude each other."
             )
-        return await self.check("structured_outputs", structured_outputs.grammar_text())
+        return await self.check("structured_outputs", structured_outputs.grammar_text(), salt)
 
-    async def check(self, param: str, grammar: GrammarText) -> str:
+    async def check(self, param: str, grammar: GrammarText, salt: str) -> str:
         """The grammar as Lark; raises APIError unless the engine can follow it. `param` is the
-        field that it comes from."""
+        field that it comes from. Only requests with the same salt find what others compiled."""
         if self._compiler is None:
             raise unsupported(param, f"{param} is not supported with this model's tokenizer.")
         self._check_size(param, grammar.text)
@@ -198,7 +199,7 @@ class GrammarChecker:
                 "Other grammars are being compiled; try again.", code="grammars_busy"
             ) from None
         try:
-            compiling = self._compiler.check(*grammar, self._timeout_s)
+            compiling = self._compiler.check(*grammar, self._timeout_s, salt)
             verdict = await asyncio.wrap_future(compiling)
         except OSError as error:
             raise unavailable(f"No grammar can be compiled now: {error}") from None

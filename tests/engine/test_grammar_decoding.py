@@ -1,12 +1,14 @@
 """Sequences that must match a grammar, through the whole engine."""
 
 import json
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from engines import GREEDY, engine_config, run, tokens
 from tokenizers_for_tests import byte_level_tokenizer
@@ -274,7 +276,7 @@ def test_a_request_that_finds_the_queue_full_costs_no_grammar(
     other = replace(params, grammar=f"{OBJECT} ")
     with pytest.raises(QueueFullError):
         engine.submit([NewRequest(request_id="b", prompt_token_ids=PROMPT, params=other)])
-    assert list(engine._grammars._processes) == [OBJECT]
+    assert list(engine._grammars._processes) == [("", OBJECT)]
 
 
 def test_a_compilation_that_ends_in_an_exception_ends_its_own_sequence(
@@ -381,6 +383,50 @@ def test_ends_where_a_stop_id_may_end_it(tiny_model: Callable[..., Path]) -> Non
         assert len(text_of(outputs).strip("\n")) == 3
         reasons.add(outputs[-1].stop_token_id)
     assert newline in reasons
+
+
+def test_a_grammar_is_compiled_again_for_another_salt(tiny_model: Callable[..., Path]) -> None:
+    """As with prefixes: otherwise times would tell what other clients ask for."""
+    engine = Engine(config(tiny_model))
+    params = replace(GREEDY, grammar=OBJECT, max_tokens=1)
+    for i, salt in enumerate(["", "a", "b", "a"]):
+        engine.submit(
+            [NewRequest(request_id=str(i), prompt_token_ids=PROMPT, params=params, cache_salt=salt)]
+        )
+    assert engine._grammars is not None
+    processes = engine._grammars._processes
+    assert list(processes) == [("", OBJECT), ("b", OBJECT), ("a", OBJECT)]
+    assert len({id(process) for process in processes.values()}) == 3
+    engine.abort([str(i) for i in range(4)])
+
+
+def test_a_grammars_process_that_is_killed_is_not_the_requests_fault(
+    tiny_model: Callable[..., Path],
+) -> None:
+    engine = Engine(config(tiny_model))
+    params = replace(GREEDY, grammar=OBJECT, max_tokens=30, ignore_eos=True)
+    other = replace(params, grammar="start: /[a-z]*/")
+    assert engine._grammars is not None
+    engine._grammars.warm_up()
+    zygote = engine._grammars._zygote.process
+    assert zygote is not None
+    while not (waiting := psutil.Process(zygote.pid).children()):
+        time.sleep(0.01)
+    outputs: list[RequestOutput] = []
+    for name, each in (("killed", params), ("other", other)):  # the first gets the fork that waits
+        engine.submit([NewRequest(request_id=name, prompt_token_ids=PROMPT, params=each)])
+        while not engine.sequences.by_id[name].num_output_tokens:
+            outputs += engine.step()
+    waiting[0].kill()
+    while engine.has_work():
+        outputs += engine.step()
+    last = {output.request_id: output for output in outputs if output.finish_reason is not None}
+    assert last["killed"].finish_reason == "error"
+    assert "ended from outside" in (last["killed"].error or "")
+    assert not last["killed"].is_dead_end
+    assert last["other"].finish_reason == "length"
+    [again] = run(engine, [PROMPT], params)
+    assert again[-1].finish_reason == "length"
 
 
 def test_an_engine_without_a_token_table_takes_no_grammar(tiny_model: Callable[..., Path]) -> None:
