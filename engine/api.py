@@ -55,7 +55,8 @@ class SamplingParams:
     `seed` is a 64-bit key (0 <= seed < 2**64): every random draw of the sequence is a function of
     the seed and of token positions. `logprobs` is how many alternatives to report with each new
     token (None: report no logprobs), from the target's raw logits; `prompt_logprobs` is the same
-    for the tokens of the prompt. `max_tokens` 0 computes the prompt and emits nothing.
+    for the tokens of the prompt. `logprob_token_ids` are reported in place of the best
+    alternatives. `max_tokens` 0 computes the prompt and emits nothing.
 
     `num_speculative_tokens` is this request's own k, capped at the engine's; None lets the engine
     choose. `verification` is the rule that accepts drafts; None takes the engine's. Only under
@@ -81,6 +82,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None
     verification: Verification | None = None
@@ -89,6 +91,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if 0 < self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)  # the class is frozen
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """How many tokens are reported with each new one; None: it has no logprobs either."""
+        named = len(self.logprob_token_ids) or self.logprobs
+        return None if self.logprobs is None else named
 
     @property
     def is_filtered(self) -> bool:
@@ -121,7 +129,8 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Raw logprobs at one position: that of the token itself, and the best ones in order.
+    """Raw logprobs at one position: that of the token itself, and the best ones in order, or those
+    of `logprob_token_ids`.
 
     If the token itself is in `top`, its entry there is exactly `logprob`.
     """

@@ -40,6 +40,12 @@ def check_request(
         num_top = getattr(params, name)
         if num_top is not None:
             _check(name, num_top, 0 <= num_top <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
+    named = params.logprob_token_ids
+    _check_ids("logprob_token_ids", named, vocab_size)
+    is_short = len(named) <= MAX_LOGPROBS
+    _check("logprob_token_ids", len(named), is_short, f"at most {MAX_LOGPROBS} ids")
+    if named and params.logprobs is None:
+        raise InvalidRequestError("logprob_token_ids: they need logprobs")
     if params.num_speculative_tokens is not None:
         k = params.num_speculative_tokens
         _check("num_speculative_tokens", k, k >= 0, "at least 0")

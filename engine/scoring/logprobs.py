@@ -3,8 +3,9 @@
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from outrider.kernels.verify.logprobs import gather_logprobs
+from outrider.kernels.verify.logprobs import Logprobs, gather_logprobs, logprobs_at
 
 from ..api import TokenLogprobs
 from ..scheduling.plan import Plan, ScheduledRequest
@@ -40,6 +41,34 @@ def read_prompt_logprobs(plan: Plan) -> None:
     for scheduled in plan.scheduled:
         if scheduled.prompt_scores is not None:
             scheduled.prompt_logprobs = to_entries(*scheduled.prompt_scores)
+
+
+def with_named(
+    found: Logprobs, logits: Tensor, token_ids: Tensor, named: list[tuple[int, ...]], seq: Tensor
+) -> Logprobs:
+    """The same, but in rows of sequences that name ids, those in place of the best.
+
+    Parameters
+    ----------
+    logits, token_ids
+        As `found` was gathered from. Shape: [N, V], [N].
+    named
+        The ids of each sequence; none: its rows stay as they are.
+    seq
+        row -> sequence. Shape: [N].
+    """
+    num_named = max(map(len, named))
+    ids_np = np.zeros((len(named), num_named), dtype=np.int64)
+    for i, ids in enumerate(named):
+        ids_np[i, : len(ids)] = ids
+    wanted = uploaded(ids_np, logits.device)[seq]
+    is_named = uploaded(np.array([[bool(ids)] for ids in named]), logits.device)[seq]
+    logprobs = logprobs_at(logits, token_ids, found.logprob, wanted)
+    num_more = max(0, num_named - found.top_ids.shape[1])
+    top_ids, top = (pad(field, (0, num_more)) for field in (found.top_ids, found.top_logprobs))
+    top_ids[:, :num_named] = torch.where(is_named, wanted, top_ids[:, :num_named])
+    top[:, :num_named] = torch.where(is_named, logprobs, top[:, :num_named])
+    return Logprobs(found.logprob, top_ids, top)
 
 
 def to_entries(

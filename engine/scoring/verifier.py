@@ -19,7 +19,7 @@ from ..state.host_copy import on_host, uploaded
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP, aligned
 from ..state.slots import DraftDistributions, Slots
-from .logprobs import to_entries
+from .logprobs import to_entries, with_named
 
 
 class Verifier:
@@ -168,7 +168,7 @@ class Verifier:
             scheduled.is_bad = bool(is_bad)
             if drafts_np is not None and scheduled.request.tells_drafts:
                 scheduled.draft_token_ids = drafts_np[i, : scheduled.num_drafts].tolist()
-            num_top = scheduled.request.params.logprobs
+            num_top = scheduled.request.params.num_alternatives
             if num_top is not None:
                 last = first + len(scheduled.token_ids)
                 own_np = (field_np[first:last] for field_np in others_np)
@@ -225,6 +225,10 @@ class Verifier:
         rows = RequestRows.in_turn(np.arange(len(drawn)), num_rows_np)
         asking = rows.take(asking_np.repeat(num_rows_np))
         row, seq, column = uploaded(np.stack(asking), drawn.device)
-        num_top = max(s.request.params.logprobs or 0 for s in plan.sampled)
+        params = [s.request.params for s in plan.sampled]
+        num_top = max(p.logprobs or 0 for p in params)
         num_top = min(num_top, self._slots.vocab_size)
-        return gather_logprobs(logits[row], drawn[seq, column], num_top, self._slots.vocab_size)
+        asked, token_ids = logits[row], drawn[seq, column]
+        found = gather_logprobs(asked, token_ids, num_top, self._slots.vocab_size)
+        named = [p.logprob_token_ids for p in params]
+        return with_named(found, asked, token_ids, named, seq) if any(named) else found

@@ -49,6 +49,27 @@ def gather_logprobs(
     return logprobs_reference(logits, token_ids, num_top, vocab_size)
 
 
+def logprobs_at(
+    logits: torch.Tensor, token_ids: torch.Tensor, logprob: torch.Tensor, wanted: torch.Tensor
+) -> torch.Tensor:
+    """Log-softmax of raw logits at several ids of each row, from that of one of them.
+
+    The entry of that one is the same float.
+
+    Parameters
+    ----------
+    logits
+        Shape: [N, V], float32, float16 or bfloat16.
+    token_ids, logprob
+        As `gather_logprobs` takes and returns them. Shape: [N].
+    wanted
+        Shape: [N, m] int64; returns [N, m] float32.
+    """
+    own = token_ids.clamp(0, logits.shape[1] - 1)[:, None]
+    base = logits.gather(1, own).float() - logprob[:, None]
+    return torch.where(wanted == own, logprob[:, None], logits.gather(1, wanted).float() - base)
+
+
 def logprobs_reference(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, vocab_size: int
 ) -> Logprobs:

@@ -6,6 +6,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from outrider.engine.api import TokenLogprobs
+
 from ..http.api_keys import request_key
 from ..http.errors import invalid_value, unsupported
 from ..text.detokenizer import Detokenizer
@@ -143,7 +145,7 @@ class _CompletionAnswer(ChoicesAnswer):
         if self._body.echo and first:
             echoed = self._echoed_tokens[delta.index // self._n]
             tokens += (
-                replace(token, logprobs=entry)
+                replace(token, logprobs=entry and self._best(entry))
                 for token, entry in zip(echoed, [None, *delta.prompt_logprobs], strict=True)
             )
         num_echoed_chars = len(self._echo[delta.index // self._n])
@@ -161,6 +163,10 @@ class _CompletionAnswer(ChoicesAnswer):
             top_logprobs=[self._alternatives(token) for token in tokens],
         )
 
+    def _best(self, entry: TokenLogprobs) -> TokenLogprobs:
+        """Of a prompt's token: prompt_logprobs may ask for more."""
+        return replace(entry, top=entry.top[: self._body.logprobs])
+
     def _alternatives(self, token: Token) -> dict[str, float] | None:
         """Logprobs by text, the token itself first; by id if several tokens have the same text.
 
@@ -169,7 +175,7 @@ class _CompletionAnswer(ChoicesAnswer):
         if token.logprobs is None:
             return None
         entries = {self._token_text(token.id): max(token.logprobs.logprob, MIN_LOGPROB)}
-        for token_id, logprob in token.logprobs.top[: self._body.logprobs]:
+        for token_id, logprob in token.logprobs.top:
             if token_id != token.id:
                 text = self._token_text(token_id)
                 name = f"token_id:{token_id}" if text in entries else text

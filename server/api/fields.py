@@ -87,6 +87,9 @@ TokenIdList = Annotated[
     list[Annotated[int, Field(ge=0)]], FailFast(), BeforeValidator(_whole_numbers)
 ]
 TokenIds = TypeAliasType("TokenIds", Annotated[TokenIdList, Field(min_length=1)])
+LogprobTokenIds = TypeAliasType(
+    "LogprobTokenIds", Annotated[TokenIdList, Field(min_length=1, max_length=MAX_LOGPROBS)]
+)
 TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
 StopStrings = TypeAliasType(
     "StopStrings", Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOP_STRINGS)]

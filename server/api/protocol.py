@@ -18,6 +18,7 @@ from .fields import (
     BadWords,
     Int,
     LogitBias,
+    LogprobTokenIds,
     MaxTokensOrZero,
     NumLogprobs,
     Prompt,
@@ -124,6 +125,7 @@ class ChoiceFields(SamplingFields):
     )
     truncation_side: Literal["left", "right"] = "left"
     prompt_logprobs: NumLogprobs | None = None
+    logprob_token_ids: LogprobTokenIds | None = None  # to report in place of the likeliest
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 

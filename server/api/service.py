@@ -239,6 +239,7 @@ class Service:
         self.check_token_ids(fields.stop_token_ids, "stop_token_ids")
         self.check_token_ids(fields.logit_bias, "logit_bias")
         self.check_token_ids(fields.allowed_token_ids or (), "allowed_token_ids")
+        self._check_named(fields, logprobs)
         if fields.min_tokens > max_tokens:
             raise invalid_value(
                 "min_tokens",
@@ -262,7 +263,7 @@ class Service:
             fields,
             prompts,
             max_tokens=max_tokens,
-            logprobs=logprobs,
+            logprobs=len(fields.logprob_token_ids or ()) or logprobs,
             told_of_prompts=told_of_prompts,
             bad_words=bad_words,
             num_predicted=len(predicted),
@@ -274,6 +275,7 @@ class Service:
                 fields,
                 max_tokens=max_tokens,
                 logprobs=logprobs,
+                logprob_token_ids=tuple(fields.logprob_token_ids or ()),
                 prompt_logprobs=prompt_logprobs,
                 seed=sample_seed(seed, i),
                 bad_words=bad_words,
@@ -301,6 +303,19 @@ class Service:
             )
             for index in range(len(prompts) * fields.num_samples)
         ]
+
+    def _check_named(self, fields: ChoiceFields, logprobs: int | None) -> None:
+        """Raise APIError if the tokens whose logprobs it names cannot be reported."""
+        named, most = fields.logprob_token_ids or (), self.settings.max_logprobs
+        self.check_token_ids(named, "logprob_token_ids")
+        if len(named) > most:
+            raise invalid_value(
+                "logprob_token_ids",
+                f"logprob_token_ids has {len(named)} entries; this server reports at most {most} "
+                "logprobs beside a token (server.max_logprobs).",
+            )
+        if named and logprobs is None:
+            raise invalid_value("logprob_token_ids", "logprob_token_ids needs logprobs.")
 
     def _may_set_priority(self, http: Request) -> bool:
         return self.priority_keys is None or request_key(http) in self.priority_keys

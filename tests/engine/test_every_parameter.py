@@ -60,6 +60,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "logits_processors": {"logits_processors": (ProcessorChoice("parity", {"bias": 1.5}),)},
     "grammar": {"grammar": "start: /(ab|ac|b)*/"},
     "logprobs": {"logprobs": 2},
+    "logprob_token_ids": {"logprobs": 0, "logprob_token_ids": (3, 0)},
     "prompt_logprobs": {"prompt_logprobs": 1},
     "num_speculative_tokens": {"num_speculative_tokens": 1},
 }

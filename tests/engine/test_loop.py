@@ -317,6 +317,36 @@ def test_logprobs_are_the_targets_raw_ones(target: Path, draft: Path) -> None:
         assert all(value == lp.logprob for t, value in lp.top if t == token_id)
 
 
+@pytest.mark.parametrize("ids", [(5, 90, 5), tuple(range(VOCAB))[:128]])
+def test_logprobs_of_named_tokens_take_the_place_of_the_best(
+    target: Path, draft: Path, ids: tuple[int, ...]
+) -> None:
+    engine = Engine(engine_config(target, draft, k=3))
+    asks = [
+        replace(GREEDY, logprobs=3),
+        replace(GREEDY, logprobs=0, logprob_token_ids=ids),
+        replace(GREEDY, logprobs=2, logprob_token_ids=ids[:1]),
+        GREEDY,
+    ]
+    best, named, one, unasked = run(engine, [MIXED[3]] * 4, asks)
+    assert tokens(best) == tokens(named) == tokens(one) == tokens(unasked)
+    entries = [lp for output in named for lp in output.logprobs or []]
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([MIXED[3] + tokens(named)])).logits[0, len(MIXED[3]) - 1 : -1]
+    for row, token_id, entry in zip(logits.log_softmax(-1), tokens(named), entries, strict=True):
+        assert [i for i, _ in entry.top] == list(ids)
+        assert [value for _, value in entry.top] == pytest.approx(row[list(ids)].tolist(), abs=1e-4)
+        assert all(value == entry.logprob for i, value in entry.top if i == token_id)
+    # The others of the batch get what they asked for.
+    assert {len(lp.top) for output in best for lp in output.logprobs or []} == {3}
+    assert {lp.top[0][0] for output in one for lp in output.logprobs or []} == {ids[0]}
+    own = [
+        [lp.logprob for output in each for lp in output.logprobs or []] for each in (best, named)
+    ]
+    assert own[0] == own[1]
+
+
 @pytest.fixture(scope="module")
 def poison(truth: list[list[int]]) -> int:
     return next(t for t in range(VOCAB) if t not in MIXED[1] + truth[1])
@@ -438,6 +468,9 @@ def test_ids_in_use_are_refused(target: Path) -> None:
         ([1], {"min_p": 1.5}, "min_p"),
         ([1], {"seed": -1}, "seed"),
         ([1], {"logprobs": 1000}, "logprobs"),
+        ([1], {"logprobs": 0, "logprob_token_ids": (VOCAB,)}, "logprob_token_ids"),
+        ([1], {"logprobs": 0, "logprob_token_ids": (0,) * 129}, "logprob_token_ids"),
+        ([1], {"logprob_token_ids": (0,)}, "logprob_token_ids"),
     ],
 )
 def test_bad_input_is_refused_by_name(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from verification import DEVICE, on_road
 
-from outrider.kernels.verify.logprobs import gather_logprobs
+from outrider.kernels.verify.logprobs import gather_logprobs, logprobs_at
 
 
 @pytest.mark.parametrize("vocab", [3, 70, 1024, 2500])
@@ -30,6 +30,21 @@ def test_token_and_its_entry_among_the_best_are_the_same_float(road: str) -> Non
         best = gather_logprobs(logits, torch.zeros(5, dtype=torch.int64, device=DEVICE), 3, 1500)
         again = gather_logprobs(logits, best.top_ids[:, 1].contiguous(), 3, 1500)
     assert torch.equal(again.logprob, again.top_logprobs[:, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_further_ids_have_the_log_softmax_and_the_token_its_own_float(
+    dtype: torch.dtype, road: str
+) -> None:
+    logits = torch.randn(4, 1500, generator=torch.Generator().manual_seed(3)).mul(9).to(dtype)
+    logits, ids = logits.to(DEVICE), torch.tensor([0, 7, -1, 1499], device=DEVICE)
+    wanted = torch.tensor([[0, 3], [7, 7], [5, 0], [1498, 1499]], device=DEVICE)
+    with on_road(road):
+        found = gather_logprobs(logits, ids, 0, 1500)
+    values = logprobs_at(logits, ids, found.logprob, wanted)
+    truth = logits.double().log_softmax(-1).gather(1, wanted)
+    assert torch.allclose(values.double(), truth, atol=1e-5)
+    assert torch.equal(values[[0, 1, 3], [0, 1, 1]], found.logprob[[0, 1, 3]])
 
 
 def test_equals_come_by_id_within_and_across_groups(road: str) -> None:

@@ -64,6 +64,7 @@ def completion_fields(rng: random.Random) -> dict[str, Thunk]:
         "prompt": lambda: pick(prompts),
         "max_tokens": lambda: pick([0, 1, 2, 20, 80, 10**9]),
         "logprobs": lambda: pick([0, 1, 20]),
+        "logprob_token_ids": lambda: pick([[70], [70, 71], list(range(20))]),
         "echo": lambda: rng.random() < 0.7,
         "best_of": lambda: pick([1, 2, 4]),
     }
@@ -75,6 +76,7 @@ def chat_fields(rng: random.Random) -> dict[str, Thunk]:
         "max_completion_tokens": lambda: pick([1, 2, 20, 80, 10**9]),
         "logprobs": lambda: True,
         "top_logprobs": lambda: pick([0, 1, 20]),
+        "logprob_token_ids": lambda: pick([[70], [70, 71], list(range(20))]),
     }
 
 

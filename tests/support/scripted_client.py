@@ -151,7 +151,7 @@ def steps(
             RequestOutput(
                 request_id=request.request_id,
                 token_ids=ids,
-                logprobs=_logprobs(ids, request.params.logprobs),
+                logprobs=_logprobs(ids, request.params.logprobs, request.params.logprob_token_ids),
                 prompt_logprobs=(
                     _logprobs(request.prompt_token_ids[1:], request.params.prompt_logprobs)
                     if len(ids) == done
@@ -180,13 +180,16 @@ def _drafts(ids: Sequence[int], num_drafts: int) -> list[int]:
     return [*ids[:-1], *[ids[-1] + 1] * num_drafts][:num_drafts]
 
 
-def _logprobs(token_ids: Sequence[int], num_top: int | None) -> list[TokenLogprobs] | None:
+def _logprobs(
+    token_ids: Sequence[int], num_top: int | None, named: Sequence[int] = ()
+) -> list[TokenLogprobs] | None:
     if num_top is None:
         return None
     return [
         TokenLogprobs(
             -0.5 - token_id / 1000,
-            [(token_id + i, -0.5 - token_id / 1000 - i) for i in range(num_top)],
+            [(each, -0.5 - each / 1000) for each in named]
+            or [(token_id + i, -0.5 - token_id / 1000 - i) for i in range(num_top)],
             rank=1,
         )
         for token_id in token_ids
