@@ -48,7 +48,6 @@ from .grammar_messages import (
     receive,
     send,
 )
-from .unending import unending_part
 
 _STACK_BYTES = 64 << 20
 _MEMORY_BYTES = 128 << 20  # beyond the stack and what the fork began with
@@ -119,7 +118,6 @@ class _Follower:
         self._sequences: dict[int, _Sequence] = {}
         self._executor: LLExecutor | None = None
         self._start = self._compile()
-        self._unending = None if self._start.is_error() else unending_part(lark)
         self._masks([self._start])  # the first is the slowest
 
     def _compile(self) -> LLMatcher:
@@ -127,7 +125,7 @@ class _Follower:
 
     @property
     def error(self) -> str | None:
-        return self._unending or _error_of(self._start)
+        return _error_of(self._start)
 
     def answer(self, dropped: list[int], questions: list[Question]) -> list[Answer]:
         for sequence in dropped:

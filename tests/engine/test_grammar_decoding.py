@@ -46,6 +46,10 @@ def config(
     )
 
 
+def of_schema(schema: dict[str, Any]) -> str:
+    return "start: %json " + json.dumps({"x-guidance": {"whitespace_flexible": False}} | schema)
+
+
 def text_of(outputs: list[RequestOutput]) -> str:
     return TOKENIZER.decode(tokens(outputs), skip_special_tokens=True)
 
@@ -427,6 +431,17 @@ def test_a_grammars_process_that_is_killed_is_not_the_requests_fault(
     assert last["other"].finish_reason == "length"
     [again] = run(engine, [PROMPT], params)
     assert again[-1].finish_reason == "length"
+
+
+def test_a_text_that_can_never_end_goes_on_to_max_tokens(tiny_model: Callable[..., Path]) -> None:
+    itself = {"type": "array", "items": {"$ref": "#"}, "minItems": 1}
+    whole = {"type": "array", "items": {"oneOf": [{"$ref": "#/items"}, False]}, "maxItems": 0}
+    params = SamplingParams(max_tokens=40, seed=1, temperature=2.0)
+    grammars = ('start: "x" a\na: "y" a', of_schema(itself), of_schema(whole))
+    each = [replace(params, grammar=grammar) for grammar in grammars]
+    *endless, ending = run(Engine(config(tiny_model)), [PROMPT] * 3, each)
+    assert [outputs[-1].finish_reason for outputs in endless] == ["length"] * 2
+    assert text_of(ending) == "[]"
 
 
 def test_an_engine_without_a_token_table_takes_no_grammar(tiny_model: Callable[..., Path]) -> None:
