@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from ..http.errors import APIError
 from ..observe.acceptance import speculation_metrics
+from .answer_size import PROMPT_TOKEN_BYTES
 from .generation import Delta, Generation, Sample
 from .protocol import ChoiceFields, RequestMetrics, TracedStep
 from .service import Service
@@ -27,6 +28,7 @@ INLINE_LOGPROBS = 64  # an answer that tells of more is written off the event lo
 class Answer(ABC):
     """One request's answer, and counts of it so far; a subclass writes it as its API does."""
 
+    keeps_body = False  # whether it needs parts of the body as they came
     _stream_class = EventStream
     _sign = COMMENT  # sent by a stream that would be silent otherwise
 
@@ -49,6 +51,16 @@ class Answer(ABC):
         self._completion_tokens = [0] * len(samples)
         self._reasoning_tokens = [0] * len(samples)
         self._cached_tokens = [0] * len(self._prompts)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The most memory of what it needs of the request, besides parts of the body."""
+        first, each = self._samples[0].request, self._samples[:: self._num_samples]
+        params = first.params
+        lists = (params.allowed_token_ids, params.logit_bias, *params.bad_words)
+        num_ids = sum(map(len, lists)) * len(self._samples) + len(first.predicted_token_ids)
+        num_ids += sum(len(sample.request.prompt_token_ids) for sample in each)
+        return num_ids * PROMPT_TOKEN_BYTES
 
     @abstractmethod
     def _events(self, generation: Generation) -> AsyncIterator[str]:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from ..grammar.tool_choice import NamedTool
 from ..text.call_stream import CallStart
 from ..text.message_parser import Part, Text
+from .answer import Answer
 from .chat_protocol import (
     ChatChoice,
     ChatChunkChoice,
@@ -29,10 +29,9 @@ from .service import Service
 
 async def create_chat_completion(
     service: Service, body: ChatCompletionRequest, http: Request
-) -> Response:
-    """Answer a chat completion request, as a stream or as a whole."""
-    samples = await prepare_turn(service, body, http)
-    return await _ChatAnswer(service, body, samples).respond(http)
+) -> Answer:
+    """The answer to a chat completion request; raises APIError."""
+    return _ChatAnswer(service, body, await prepare_turn(service, body, http))
 
 
 class _ChatAnswer(ChoicesAnswer):
@@ -40,7 +39,11 @@ class _ChatAnswer(ChoicesAnswer):
         self, service: Service, body: ChatCompletionRequest, samples: list[Sample]
     ) -> None:
         super().__init__(service, body, samples, id_prefix="chatcmpl")
-        self._body = body
+        self.keeps_body = bool(body.tools)
+        self._echoed = body.echoed
+        self._with_logprobs = body.logprobs
+        self._prompt_logprobs_asked = body.prompt_logprobs
+        self._with_ids = body.return_token_ids
         self._calls_one_by_name = isinstance(body.tool_choice, NamedTool)
         # Of each choice: the calls reported so far, by what they call.
         self._calls: list[list[str]] = [[] for _ in range(body.n)]
@@ -48,7 +51,7 @@ class _ChatAnswer(ChoicesAnswer):
             self._head["prompt_token_ids"] = self._prompts[0]
 
     def _answer(self, choices: list[Any]) -> ChatCompletion | ChatCompletionChunk:
-        if not self._body.stream:
+        if not self._stream:
             for name in ("prompt_logprobs", "prompt_token_ids"):
                 self._head.setdefault(name, None)  # vLLM's clients expect the fields
             return ChatCompletion(object="chat.completion", choices=choices, **self._head)
@@ -64,15 +67,15 @@ class _ChatAnswer(ChoicesAnswer):
         return ChatChunkChoice(index=index, delta=ChatDelta(), **BARE)
 
     def _choices(self, delta: Delta, *, first: bool) -> Sequence[ChatChoice | ChatChunkChoice]:
-        if first and self._body.prompt_logprobs is not None:
-            told = self._prompt_logprobs(delta, self._body.prompt_logprobs)
+        if first and self._prompt_logprobs_asked is not None:
+            told = self._prompt_logprobs(delta, self._prompt_logprobs_asked)
             self._head["prompt_logprobs"] = told
         said = self._said(delta.index, delta.parts)
-        if first and self._body.echoed:
-            said.insert(0, {"content": self._body.echoed})
+        if first and self._echoed:
+            said.insert(0, {"content": self._echoed})
         fields: dict[str, Any] = {
             "index": delta.index,
-            "logprobs": self._logprobs(delta.tokens) if self._body.logprobs else None,
+            "logprobs": self._logprobs(delta.tokens) if self._with_logprobs else None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
@@ -80,11 +83,11 @@ class _ChatAnswer(ChoicesAnswer):
         # As OpenAI does: a client that named the tool to call learns nothing from the reason.
         if delta.finish_reason == "stop" and ends_in_calls and not self._calls_one_by_name:
             fields["finish_reason"] = "tool_calls"
-        if self._body.return_token_ids:
+        if self._with_ids:
             fields["token_ids"] = [token.id for token in delta.tokens]
         if self._include_trace:
             fields["trace"] = self._trace(delta)
-        if not self._body.stream:
+        if not self._stream:
             fields.setdefault("token_ids", None)  # vLLM's clients expect the field
             return [ChatChoice(message=_message(said), **fields)]
         # One chunk for each call: clients read only one of them from a chunk.

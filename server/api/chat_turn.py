@@ -1,11 +1,13 @@
 """The next turn of a conversation, which chats, responses and messages all ask for."""
 
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
 from ..grammar.tool_choice import Calls, calls_grammar, choose, text_and_calls_grammar
 from ..http.api_keys import request_key
+from ..http.bodies import json_bytes
 from ..http.errors import invalid_value
 from ..text.chat_template import ChatTemplateError
 from ..text.message_parser import MessageParser
@@ -21,7 +23,7 @@ async def prepare_turn(
     service: Service, body: ChatCompletionRequest, http: Request
 ) -> list[Sample]:
     """Samples of the next turn, whose deltas carry the parts of the answer; raises APIError."""
-    service.check_request(body, http, num_prompts=1)
+    await service.check_request(body, http, num_prompts=1)
     if body.top_logprobs and not body.logprobs:
         raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true.")
     body.top_logprobs = service.num_logprobs(body.top_logprobs, "top_logprobs") or 0
@@ -37,14 +39,14 @@ async def prepare_turn(
     )
     max_tokens = body.max_completion_tokens or body.max_tokens
     ids = service.truncate(body, ids, max_tokens)
-    key = request_key(http)
+    key, num_bytes = request_key(http), json_bytes(http)
     salt = service.cache_salt(body, key)
-    grammar, of_calls = await _grammar(service, body, calls, salt), None
+    grammar, of_calls = await _grammar(service, body, calls, salt, num_bytes), None
     if grammar is None:
-        of_calls = await _grammar_of_strict_calls(service, body, prompt, calls, salt)
+        of_calls = await _grammar_of_strict_calls(service, body, prompt, calls, salt, num_bytes)
     # A model's own response template reads the whole prompt.
     readers = await off_loop(
-        body.n * len(prompt),
+        num_bytes + body.n * len(prompt),
         _readers,
         service,
         body,
@@ -53,7 +55,8 @@ async def prepare_turn(
         grammar is not None,
         of_calls is not None,
     )
-    return service.samples(
+    make = partial(
+        service.samples,
         body,
         [ids],
         param="messages",
@@ -66,6 +69,7 @@ async def prepare_turn(
         readers=readers,
         shown_special_ids=_shown_special_ids(service, readers),
     )
+    return await off_loop(num_bytes, make)
 
 
 def _readers(
@@ -111,7 +115,7 @@ def _shown_special_ids(service: Service, readers: list[MessageReader]) -> frozen
 
 
 async def _grammar(
-    service: Service, body: ChatCompletionRequest, calls: Calls, salt: str
+    service: Service, body: ChatCompletionRequest, calls: Calls, salt: str, num_bytes: int
 ) -> str | None:
     """The grammar of the answer; raises APIError.
 
@@ -120,13 +124,21 @@ async def _grammar(
     if calls.input_grammar is not None:
         return await service.grammars.check("tools", calls.input_grammar, salt)
     if calls.required:
-        grammar = calls_grammar(calls.tools, several=calls.most is None)
+        make = partial(calls_grammar, calls.tools, several=calls.most is None)
+        grammar = await off_loop(num_bytes, make)
         return await service.grammars.check("tool_choice", grammar, salt)
-    return await service.grammars.grammar_of(body.response_format, body.structured_outputs, salt)
+    return await service.grammars.grammar_of(
+        body.response_format, body.structured_outputs, salt, num_bytes
+    )
 
 
 async def _grammar_of_strict_calls(
-    service: Service, body: ChatCompletionRequest, prompt: str, calls: Calls, salt: str
+    service: Service,
+    body: ChatCompletionRequest,
+    prompt: str,
+    calls: Calls,
+    salt: str,
+    num_bytes: int,
 ) -> str | None:
     """The grammar of an answer that may call strict tools, if it can be had; raises APIError."""
     form = service.message_format
@@ -136,7 +148,9 @@ async def _grammar_of_strict_calls(
     if not (service.grammars.can_compile and service.tokenizer.has_tokens(markers)):
         return None
     begun = form.has_begun_reasoning(prompt, body.continued)
-    grammar = text_and_calls_grammar(calls.tools, reasons=form.has_reasoning, begun=begun)
+    reasons = form.has_reasoning
+    make = partial(text_and_calls_grammar, calls.tools, reasons=reasons, begun=begun)
+    grammar = await off_loop(num_bytes, make)
     return await service.grammars.check("tools", grammar, salt)
 
 

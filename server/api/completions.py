@@ -1,17 +1,18 @@
 """POST /v1/completions."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from outrider.engine.api import TokenLogprobs
 
 from ..http.api_keys import request_key
+from ..http.bodies import json_bytes
 from ..http.errors import invalid_value, unsupported
 from ..text.detokenizer import Detokenizer
-from .answer import MIN_LOGPROB
+from .answer import MIN_LOGPROB, Answer
 from .choices import BARE, ChoicesAnswer
 from .generation import Delta, Sample, Token
 from .off_loop import off_loop
@@ -24,21 +25,20 @@ from .protocol import (
 from .service import Service
 
 
-async def create_completion(service: Service, body: CompletionRequest, http: Request) -> Response:
-    """Answer a completion request, as a stream or as a whole."""
+async def create_completion(service: Service, body: CompletionRequest, http: Request) -> Answer:
+    """The answer to a completion request; raises APIError."""
     samples = await prepare_completion(service, body, http)
     prompts = samples[:: body.num_samples]
     num_tokens = body.echo * sum(len(each.request.prompt_token_ids) for each in prompts)
     echoed_chars = num_tokens * service.tokenizer.longest_token
-    answer = await off_loop(echoed_chars, _CompletionAnswer, service, body, samples)
-    return await answer.respond(http)
+    return await off_loop(echoed_chars, _CompletionAnswer, service, body, samples)
 
 
 async def prepare_completion(
     service: Service, body: CompletionRequest, http: Request
 ) -> list[Sample]:
     """Samples of a completion; raises APIError."""
-    service.check_request(body, http, num_prompts=len(body.prompts))
+    await service.check_request(body, http, num_prompts=len(body.prompts))
     _check(body)
     logprobs = body.logprobs = service.num_logprobs(body.logprobs, "logprobs")
     prompts = await service.tokenize(
@@ -52,7 +52,8 @@ async def prepare_completion(
         prompts = [service.truncate(body, prompt, body.max_tokens) for prompt in prompts]
     ranks_samples = body.num_samples > body.n
     key = request_key(http)
-    return service.samples(
+    make = partial(
+        service.samples,
         body,
         prompts,
         param="prompt",
@@ -61,10 +62,14 @@ async def prepare_completion(
         key=key,
         told_of_prompts=[body.prompt_logprobs, logprobs if body.echo else None],
         grammar=await service.grammars.grammar_of(
-            body.response_format, body.structured_outputs, service.cache_salt(body, key)
+            body.response_format,
+            body.structured_outputs,
+            service.cache_salt(body, key),
+            json_bytes(http),
         ),
         predicted=await service.predicted(body),
     )
+    return await off_loop(json_bytes(http), make)
 
 
 def _check(body: CompletionRequest) -> None:
@@ -104,7 +109,10 @@ async def _gaps(
 class _CompletionAnswer(ChoicesAnswer):
     def __init__(self, service: Service, body: CompletionRequest, samples: list[Sample]) -> None:
         super().__init__(service, body, samples, id_prefix="cmpl")
-        self._body = body
+        self._logprobs_asked = body.logprobs
+        self._prompt_logprobs_asked = body.prompt_logprobs
+        self._with_ids = body.return_token_ids
+        self._echoes = body.echo
         # For each prompt, the text echoed before its choices, and the tokens of that text.
         self._echo = [""] * len(self._prompts)
         self._echoed_tokens: list[list[Token]] = [[] for _ in self._prompts]
@@ -123,26 +131,26 @@ class _CompletionAnswer(ChoicesAnswer):
         choice = CompletionChoice(
             index=delta.index,
             text=self._echo[prompt_index] + delta.text if first else delta.text,
-            logprobs=None if self._body.logprobs is None else self._logprobs(delta, first=first),
+            logprobs=None if self._logprobs_asked is None else self._logprobs(delta, first=first),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
         if not self._stream:  # vLLM's clients expect these fields
             choice.token_ids = choice.prompt_token_ids = choice.prompt_logprobs = None
-        if self._body.return_token_ids:
+        if self._with_ids:
             choice.token_ids = [token.id for token in delta.tokens]
             if first:
                 choice.prompt_token_ids = self._prompts[prompt_index]
         if self._include_trace:
             choice.trace = self._trace(delta)
-        if self._body.prompt_logprobs is not None:
-            choice.prompt_logprobs = self._prompt_logprobs(delta, self._body.prompt_logprobs)
+        if self._prompt_logprobs_asked is not None:
+            choice.prompt_logprobs = self._prompt_logprobs(delta, self._prompt_logprobs_asked)
         return [choice]
 
     def _logprobs(self, delta: Delta, *, first: bool) -> CompletionLogprobs:
         """Logprobs of the new tokens, after those of the prompt if it is echoed."""
         tokens: list[Token] = []
-        if self._body.echo and first:
+        if self._echoes and first:
             echoed = self._echoed_tokens[delta.index // self._n]
             tokens += (
                 replace(token, logprobs=entry and self._best(entry))
@@ -165,7 +173,7 @@ class _CompletionAnswer(ChoicesAnswer):
 
     def _best(self, entry: TokenLogprobs) -> TokenLogprobs:
         """Of a prompt's token: prompt_logprobs may ask for more."""
-        return replace(entry, top=entry.top[: self._body.logprobs])
+        return replace(entry, top=entry.top[: self._logprobs_asked])
 
     def _alternatives(self, token: Token) -> dict[str, float] | None:
         """Logprobs by text, the token itself first; by id if several tokens have the same text.

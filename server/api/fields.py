@@ -22,7 +22,12 @@ from typing_extensions import TypeAliasType
 
 from outrider.engine.api import MAX_LOGPROBS
 
-from ..config.server_settings import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_STRINGS
+from ..config.server_settings import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_PROMPTS,
+    MAX_STOP_STRINGS,
+)
 from ..http.errors import cut
 
 MAX_STOP_CHARS = 1024
@@ -73,7 +78,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 # Lists and dicts stop at the first wrong item: a body of 4 MB may hold millions of them, and each
 # error that pydantic collects takes a kilobyte. It has a name because a bare FailFast cannot be
 # part of a union.
-Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+Texts = TypeAliasType("Texts", Annotated[list[str], FailFast(), Field(max_length=MAX_PROMPTS)])
 
 
 def _whole_numbers(value: object) -> object:
@@ -90,7 +95,9 @@ TokenIds = TypeAliasType("TokenIds", Annotated[TokenIdList, Field(min_length=1)]
 LogprobTokenIds = TypeAliasType(
     "LogprobTokenIds", Annotated[TokenIdList, Field(min_length=1, max_length=MAX_LOGPROBS)]
 )
-TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
+TokenIdLists = TypeAliasType(
+    "TokenIdLists", Annotated[list[TokenIds], FailFast(), Field(max_length=MAX_PROMPTS)]
+)
 StopStrings = TypeAliasType(
     "StopStrings", Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOP_STRINGS)]
 )

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
+from ..http.bodies import json_bytes
 from ..http.errors import APIError
 from ..text.call_stream import CallStart
 from ..text.message_parser import Part, Text
@@ -23,6 +23,7 @@ from .messages_protocol import (
     MessagesUsage,
     StopReason,
 )
+from .off_loop import off_loop
 from .service import Service
 from .streaming import server_sent
 from .tools import arguments_of
@@ -43,22 +44,23 @@ GROWTH = {
 }
 
 
-async def create_message(service: Service, body: MessagesRequest, http: Request) -> Response:
-    """Answer a messages request, as a stream or as a whole."""
-    service.check_fields(body, http)
+async def create_message(service: Service, body: MessagesRequest, http: Request) -> Answer:
+    """The answer to a messages request; raises APIError."""
+    await service.check_fields(body, http)
     with renamed_fields(FIELDS):
-        chat = body.as_chat()
+        chat = await off_loop(json_bytes(http), body.as_chat)
         samples = await prepare_turn(service, chat, http)
-    return await _MessagesAnswer(service, chat, samples).respond(http)
+    return _MessagesAnswer(service, chat, samples)
 
 
 async def count_tokens(
     service: Service, body: CountTokensRequest, http: Request
 ) -> CountTokensResponse:
     """Count the tokens of the prompt that a messages request would make."""
-    service.check_fields(body, http)
+    await service.check_fields(body, http)
     with renamed_fields(FIELDS):
-        return CountTokensResponse(input_tokens=await num_prompt_tokens(service, body.as_chat()))
+        chat = await off_loop(json_bytes(http), body.as_chat)
+        return CountTokensResponse(input_tokens=await num_prompt_tokens(service, chat))
 
 
 class _MessagesAnswer(Answer):
@@ -68,6 +70,7 @@ class _MessagesAnswer(Answer):
         self, service: Service, body: ChatCompletionRequest, samples: list[Sample]
     ) -> None:
         super().__init__(service, body, samples)
+        self.keeps_body = bool(body.tools)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._content: list[dict[str, Any]] = []
         self._pieces: list[str] = []  # of the last block

@@ -11,8 +11,9 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import ValidationError
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
+from ..http.bodies import json_bytes
 from ..http.errors import APIError, invalid_value
 from ..text.call_stream import CallStart
 from ..text.message_parser import Part, Text
@@ -21,6 +22,7 @@ from .chat_protocol import ChatCompletionRequest
 from .chat_turn import prepare_turn
 from .completions import prepare_completion
 from .generation import Delta, Generation, Sample
+from .off_loop import off_loop
 from .ollama_protocol import (
     FIELDS,
     OllamaChatRequest,
@@ -36,36 +38,36 @@ from .translation import renamed_fields
 NS = 1_000_000_000
 
 
-async def create_chat(service: Service, body: OllamaChatRequest, http: Request) -> Response:
-    """Answer a conversation, as a stream of lines or as a whole."""
-    _check(service, body, http)
+async def create_chat(service: Service, body: OllamaChatRequest, http: Request) -> Answer:
+    """The answer to a conversation; raises APIError."""
+    await _check(service, body, http)
     with renamed_fields(FIELDS):
-        chat = _translated(body.as_chat)
+        chat = await off_loop(json_bytes(http), _translated, body.as_chat)
         samples = await prepare_turn(service, chat, http)
-    return await _OllamaAnswer(service, chat, samples, is_chat=True).respond(http)
+    return _OllamaAnswer(service, chat, samples, is_chat=True)
 
 
-async def create_generation(
-    service: Service, body: OllamaGenerateRequest, http: Request
-) -> Response:
-    """Answer a prompt in the model's chat template or, if `raw` or with a suffix, continue it."""
-    _check(service, body, http)
+async def create_generation(service: Service, body: OllamaGenerateRequest, http: Request) -> Answer:
+    """The answer to a prompt in the model's chat template or, if `raw` or with a suffix, its
+    continuation; raises APIError."""
+    await _check(service, body, http)
     is_raw = body.raw or body.suffix or service.tokenizer.chat_template is None
     with renamed_fields(FIELDS):
         asked: ChoiceFields
         if is_raw:
-            asked = completion = _translated(body.as_completion)
+            completion = await off_loop(json_bytes(http), _translated, body.as_completion)
+            asked = completion
             samples = await prepare_completion(service, completion, http)
         else:
-            asked = chat = _translated(body.as_chat)
+            asked = chat = await off_loop(json_bytes(http), _translated, body.as_chat)
             samples = await prepare_turn(service, chat, http)
-    return await _OllamaAnswer(service, asked, samples, is_chat=False).respond(http)
+    return _OllamaAnswer(service, asked, samples, is_chat=False)
 
 
-def _check(service: Service, body: Any, http: Request) -> None:
+async def _check(service: Service, body: Any, http: Request) -> None:
     if body.asked_model:
         service.check_model(body.asked_model)
-    service.check_fields(body.model_copy(update={"model": None}), http)
+    await service.check_fields(body.model_copy(update={"model": None}), http)
 
 
 def _translated(translate: Any) -> Any:
@@ -90,6 +92,7 @@ class _OllamaAnswer(Answer):
         self, service: Service, body: ChoiceFields, samples: list[Sample], *, is_chat: bool
     ) -> None:
         super().__init__(service, body, samples)
+        self.keeps_body = bool(getattr(body, "tools", ()))
         self._is_chat = is_chat
         self._has_parts = isinstance(body, ChatCompletionRequest)
         self._start_s = time.perf_counter()
@@ -178,13 +181,13 @@ def add_ollama_routes(router: APIRouter, service: Service) -> None:
     """The routes of Ollama's API."""
     started = _now()
 
-    @router.post("/chat")
-    async def chat(body: OllamaChatRequest, request: Request) -> Response:
+    @router.post("/chat", response_model=None)
+    async def chat(body: OllamaChatRequest, request: Request) -> Answer:
         """Answer a conversation as Ollama's API does; as lines of JSON, or as a whole."""
         return await create_chat(service, body, request)
 
-    @router.post("/generate")
-    async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
+    @router.post("/generate", response_model=None)
+    async def generate(body: OllamaGenerateRequest, request: Request) -> Answer:
         """Answer a prompt as Ollama's API does; as lines of JSON, or as a whole."""
         return await create_generation(service, body, request)
 
@@ -200,7 +203,7 @@ def add_ollama_routes(router: APIRouter, service: Service) -> None:
         return {"models": [_model(name, started) | extra for name in service.model_names]}
 
     @router.post("/show")
-    async def show(body: OllamaModelRequest) -> dict[str, Any]:
+    async def show(body: OllamaModelRequest, request: Request) -> Response:
         """What the model can do, and how long its context is."""
         if body.asked_model:
             service.check_model(body.asked_model)
@@ -208,7 +211,7 @@ def add_ollama_routes(router: APIRouter, service: Service) -> None:
         capabilities = ["completion", *(["tools"] if has_template else [])]
         if has_template and service.message_format.has_reasoning:
             capabilities.append("thinking")
-        return {
+        told = {
             "modified_at": started,
             "template": service.tokenizer.info["chat_template"] or "",
             "details": _DETAILS,
@@ -218,6 +221,7 @@ def add_ollama_routes(router: APIRouter, service: Service) -> None:
                 "outrider.context_length": service.engine_info.max_model_len,
             },
         }
+        return JSONResponse(told)
 
     @router.get("/version")
     async def version() -> dict[str, str]:

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 ENTRY_BYTES = 1024  # memory of a stored response, besides its JSON
+ITEM_BYTES = 256  # memory of one of its input items, besides its JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,13 +13,14 @@ class StoredResponse:
 
     id: str
     response: bytes
-    input_items: bytes  # of its own request
+    input_items: tuple[tuple[str, bytes], ...]  # of its own request: each one's id and JSON
     conversation: bytes  # the items of everything before it, and its output
     key: str | None  # digest of the API key that owns it
 
     @property
     def num_bytes(self) -> int:
-        return ENTRY_BYTES + sum(map(len, (self.response, self.input_items, self.conversation)))
+        items = sum(ITEM_BYTES + len(json) for _, json in self.input_items)
+        return ENTRY_BYTES + items + len(self.response) + len(self.conversation)
 
 
 class ResponseStore:

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import importlib.metadata
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from outrider.engine.processes.heap import give_memory_back
 from ..config.server_settings import ServerSettings
 from ..grammar.structured_outputs import GrammarChecker
 from ..http.api_keys import request_key
+from ..http.bodies import json_bytes
 from ..http.errors import (
     ContextLengthError,
     forbidden,
@@ -83,19 +84,20 @@ class Service:
         if not (self.takes_any_name or given in self.model_names or given == self.unlisted_name):
             raise model_not_found(given, self.model_name)
 
-    def check_fields(self, body: Body, http: Request) -> None:
+    async def check_fields(self, body: Body, http: Request) -> None:
         """Refuse the name of another model, and fields that are not served; raises APIError.
 
         A request need not give a name.
         """
         if body.model:
             self.check_model(body.model)
-        check_unknown_fields(body, http, refuse=self.settings.unknown_fields == "refuse")
+        refuse = self.settings.unknown_fields == "refuse"
+        await off_loop(json_bytes(http), check_unknown_fields, body, http, refuse)
 
-    def check_request(self, fields: ChoiceFields, http: Request, *, num_prompts: int) -> None:
+    async def check_request(self, fields: ChoiceFields, http: Request, *, num_prompts: int) -> None:
         """Refuse what can be refused before there are prompts, and fill in the server's defaults;
         raises APIError."""
-        self.check_fields(fields, http)
+        await self.check_fields(fields, http)
         if fields.priority and not self._may_set_priority(http):
             raise forbidden(
                 "priority",
@@ -327,9 +329,9 @@ class Service:
             return given
         return f"{key}:{given}"  # digests have one length, so no key can imitate another's salt
 
-    def check_token_ids(self, token_ids: Iterable[int], param: str) -> None:
+    def check_token_ids(self, token_ids: Collection[int], param: str) -> None:
         vocab_size = self.engine_info.vocab_size
-        for token_id in token_ids:
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id < vocab_size:
                 raise invalid_value(
                     param,

@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info: for clients without a tokenizer."""
 
-import asyncio
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import Discriminator, Tag
@@ -8,9 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..grammar.tool_choice import as_function
+from ..http.errors import invalid_value
+from .answer_size import PROMPT_TOKEN_BYTES, TOKEN_BYTES
 from .chat_protocol import ChatFields
 from .chat_turn import chat_prompt
 from .fields import TokenIdList
+from .off_loop import MANY_CHARS, off_loop
 from .protocol import APIResponse
 from .service import Service
 from .unknown_fields import Body
@@ -55,14 +58,18 @@ class DetokenizeResponse(APIResponse):
 
 
 async def tokenize(service: Service, body: TokenizeRequest, http: Request) -> Response:
-    service.check_fields(body, http)
+    await service.check_fields(body, http)
     if isinstance(body, TokenizeChat):
         tools = list(map(as_function, body.tools))
         _, tokens = await chat_prompt(service, body, tools, body.chat_template_kwargs)
+        param = "messages"
     else:
+        param = "prompt"
         (tokens,) = await service.tokenize(
             [body.prompt], add_special_tokens=body.add_special_tokens
         )
+    each_bytes = TOKEN_BYTES if body.return_token_strs else PROMPT_TOKEN_BYTES
+    _check_size(service, param, len(tokens) * each_bytes)
 
     def write() -> bytes:
         answer = TokenizeResponse(
@@ -73,18 +80,38 @@ async def tokenize(service: Service, body: TokenizeRequest, http: Request) -> Re
         )
         return answer.to_json().encode()
 
-    # Off the event loop, because a body may hold millions of tokens.
-    return Response(await asyncio.to_thread(write), media_type="application/json")
+    return await _written(len(tokens), write)
 
 
-async def detokenize(
-    service: Service, body: DetokenizeRequest, http: Request
-) -> DetokenizeResponse:
+async def detokenize(service: Service, body: DetokenizeRequest, http: Request) -> Response:
     """The text of token ids, including special tokens."""
-    service.check_fields(body, http)
+    await service.check_fields(body, http)
     service.check_token_ids(body.tokens, "tokens")
-    text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return DetokenizeResponse(prompt=text)
+    _check_size(service, "tokens", len(body.tokens) * TOKEN_BYTES)
+
+    def write() -> bytes:
+        text = service.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return DetokenizeResponse(prompt=text).to_json().encode()
+
+    return await _written(len(body.tokens), write)
+
+
+def _check_size(service: Service, param: str, num_bytes: int) -> None:
+    """Raise APIError if an answer may need more memory than one may."""
+    if num_bytes > (most := service.settings.max_answer_bytes):
+        raise invalid_value(
+            param,
+            f"The answer may need {num_bytes:,} bytes of memory; this server gives a request at "
+            f"most {most:,} (server.max_answer_bytes). Shorten {param}.",
+        )
+
+
+async def _written(num_tokens: int, write: Callable[[], bytes]) -> Response:
+    """The answer that `write` makes, off the event loop, because a body may hold millions of
+    tokens, and one after the other if there are many."""
+    return Response(
+        await off_loop(max(MANY_CHARS, num_tokens), write), media_type="application/json"
+    )
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:

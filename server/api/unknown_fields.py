@@ -92,7 +92,7 @@ class Body(APIRequest):
     model: str | None = None
 
 
-def check_unknown_fields(body: Body, http: Request, *, refuse: bool) -> None:
+def check_unknown_fields(body: Body, http: Request, refuse: bool) -> None:
     """Refuse fields that would change the answer if they were served; raises APIError.
 
     Unknown fields are logged and named in a header of the answer (written by `RequestId`); with

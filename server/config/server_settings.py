@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, m
 from outrider.engine.api import MAX_LOGPROBS
 
 # However the server is set.
+MAX_PROMPTS = 65_536
 MAX_STOP_STRINGS = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 2**17
@@ -142,6 +143,13 @@ class ServerSettings(Section):
     max_body_bytes: int = Field(
         default=4 * 1024 * 1024, ge=1024, description="Largest request body, in bytes."
     )
+    max_bodies_bytes: int = Field(
+        default=1024 * 1024 * 1024,
+        ge=1024 * 1024,
+        description="Memory that the requests which one HTTP process is answering may take "
+        "together, in bytes: their bodies while they arrive and are read, then what their answers "
+        "need of them. It is estimated before it is taken; further requests are refused with 429.",
+    )
     body_timeout_s: float = Field(
         default=60.0,
         ge=0,
@@ -154,7 +162,10 @@ class ServerSettings(Section):
         "400.",
     )
     max_prompts_times_n: int = Field(
-        default=128, ge=1, description="Maximum sequences per request: prompts times n."
+        default=128,
+        ge=1,
+        le=MAX_PROMPTS,
+        description="Maximum sequences per request: prompts times n.",
     )
     max_answer_bytes: int = Field(
         default=512 * 1024 * 1024,

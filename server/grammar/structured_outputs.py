@@ -13,6 +13,7 @@ from outrider.engine.grammars.grammar_compiler import MAX_COMPILES_AT_ONCE, Gram
 from outrider.engine.grammars.grammar_messages import Syntax
 
 from ..api.fields import APIRequest
+from ..api.off_loop import off_loop
 from ..http.errors import APIError, cut, invalid_value, unavailable, unsupported
 
 MAX_REASON_CHARS = 300
@@ -175,16 +176,21 @@ class GrammarChecker:
         response_format: ResponseFormat | None,
         structured_outputs: StructuredOutputs | None,
         salt: str,
+        num_bytes: int,
     ) -> str | None:
-        """The grammar of an answer; raises APIError that names the field. `salt` as in `check`."""
-        text = response_format and response_format.grammar_text()
+        """The grammar of an answer; raises APIError that names the field. `salt` as in `check`;
+        `num_bytes`: of the JSON that they come from."""
+        text: GrammarText | None = None
+        if response_format is not None:
+            text = await off_loop(num_bytes, response_format.grammar_text)
         if structured_outputs is None:
             return await self.check("response_format", text, salt) if text else None
         if text:
             raise invalid_value(
                 "structured_outputs", "structured_outputs and response_format exclude each other."
             )
-        return await self.check("structured_outputs", structured_outputs.grammar_text(), salt)
+        text = await off_loop(num_bytes, structured_outputs.grammar_text)
+        return await self.check("structured_outputs", text, salt)
 
     async def check(self, param: str, grammar: GrammarText, salt: str) -> str:
         """The grammar as Lark; raises APIError unless the engine can follow it. `param` is the

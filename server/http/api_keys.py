@@ -49,8 +49,10 @@ class ApiKeys:
         is_open = path in _OPEN or path.startswith(f"{OPEN_FOLDER}/")
         if digest is not None:
             scope.setdefault("state", {})["key_digest"] = digest
-        elif header or not is_open:
-            self._tell(scope, "wrong" if header else "missing")
+        else:
+            scope.setdefault("state", {})["only_probes"] = True
+            if header or not is_open:
+                self._tell(scope, "wrong" if header else "missing")
         if digest is not None or is_open:
             await self._app(scope, receive, send)
             return

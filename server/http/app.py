@@ -1,13 +1,10 @@
 """The HTTP application over one engine."""
 
-import json
-from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic_core import from_json
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,9 +12,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 from outrider.engine.processes.client import EngineClient
 
+from ..api.answer import Answer
 from ..api.chat import create_chat_completion
 from ..api.chat_protocol import ChatCompletion, ChatCompletionRequest
 from ..api.completions import create_completion
+from ..api.json_route import JSONRoute
 from ..api.messages import count_tokens, create_message
 from ..api.messages_protocol import (
     AnthropicAnswer,
@@ -37,9 +36,6 @@ from ..api.response_store import ResponseStore
 from ..api.responses import (
     count_input_tokens,
     create_response,
-    delete_response,
-    stored_input_items,
-    stored_response,
 )
 from ..api.responses_protocol import (
     DeletedResponse,
@@ -50,6 +46,7 @@ from ..api.responses_protocol import (
 )
 from ..api.sampling_defaults import NEUTRAL, SamplingDefaults
 from ..api.service import VERSION, Service
+from ..api.stored_responses import delete_response, stored_input_items, stored_response
 from ..api.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -69,13 +66,13 @@ from ..text.fill_in_the_middle import FillInTheMiddle
 from ..text.message_format import MessageFormat
 from ..text.tokenizer import Tokenizer
 from . import errors, unmet
-from .api_keys import ApiKeys, key_digest, request_key
+from .api_keys import ApiKeys, key_digest
+from .bodies import Bodies
 from .head import Head
 from .hosts import Hosts
 from .info import add_info_route
 from .loads import add_load_routes
 from .middleware import (
-    BodyLimit,
     Drain,
     Gate,
     MetricsPort,
@@ -152,7 +149,7 @@ def create_app(
     unmet.install(api)
     store = ResponseStore(settings.response_store_bytes if settings.api_workers == 1 else 0)
     openai, anthropic = _openai_routes(service, store), _anthropic_routes(service)
-    ollama = APIRouter(route_class=_JSONRoute, prefix=errors.OLLAMA_PATH, include_in_schema=False)
+    ollama = APIRouter(route_class=JSONRoute, prefix=errors.OLLAMA_PATH, include_in_schema=False)
     add_ollama_routes(ollama, service)
     models = model_routes(service, _ERRORS)
     api.include_router(openai)
@@ -166,7 +163,12 @@ def create_app(
         add_ui(api)
 
     served = Head(api)
-    app: ASGIApp = BodyLimit(served, settings.max_body_bytes, settings.body_timeout_s or None)
+    app: ASGIApp = Bodies(
+        served,
+        max_body_bytes=settings.max_body_bytes,
+        max_bytes=settings.max_bodies_bytes,
+        timeout_s=settings.body_timeout_s or None,
+    )
     if keys:
         app = ApiKeys(app, keys, service.metrics)
     app = Drain(app, gate)
@@ -180,9 +182,9 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-unknown-fields", "retry-after"],
         )
-    app = Hosts(app, settings)
     if settings.metrics_port is not None:
         app = MetricsPort(app, served, settings.metrics_port)
+    app = Hosts(app, settings)
     trace = make_trace(settings.otlp_endpoint, model_name)
     app = Observe(app, service.metrics, _paths(openai) | _paths(anthropic) | _paths(ollama), trace)
     for_http = RootPath(RequestId(app), settings.root_path)
@@ -194,50 +196,16 @@ def create_app(
     return answer
 
 
-class _JSONRequest(Request):
-    async def json(self) -> Any:
-        try:
-            return from_json(await self.body(), allow_inf_nan=False)
-        except ValueError as error:
-            raise json.JSONDecodeError(str(error), "", 0) from None
-
-
-class _JSONRoute(APIRoute):
-    """Reads bodies more strictly than FastAPI: only plain JSON that says so, without NaN."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_json(request: Request) -> Response:
-            content_type = request.headers.get("content-type", "").partition(";")[0].strip()
-            if request.method == "POST" and content_type.lower() != "application/json":
-                raise errors.APIError(
-                    400,
-                    f"The Content-Type is {errors.cut(content_type)!r}; send application/json.",
-                    code="invalid_content_type",
-                )
-            encoding = request.headers.get("content-encoding", "identity")
-            if encoding.lower() != "identity":
-                raise errors.APIError(
-                    400,
-                    f"The Content-Encoding is {errors.cut(encoding)!r}; send the body as it is.",
-                    code="invalid_content_encoding",
-                )
-            return await handle(_JSONRequest(request.scope, request.receive))
-
-        return handle_json
-
-
 def _openai_routes(service: Service, store: ResponseStore) -> APIRouter:
-    router = APIRouter(route_class=_JSONRoute, prefix="/v1", responses=_ERRORS)
+    router = APIRouter(route_class=JSONRoute, prefix="/v1", responses=_ERRORS)
 
     @router.post("/completions", response_model=Completion, responses=_STREAM)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    async def completions(body: CompletionRequest, request: Request) -> Answer:
         """Continue a prompt, or several; as a whole, or as server-sent events."""
         return await create_completion(service, body, request)
 
     @router.post("/chat/completions", response_model=ChatCompletion, responses=_STREAM)
-    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Answer:
         """Answer a conversation; as a whole, or as server-sent events."""
         return await create_chat_completion(service, body, request)
 
@@ -247,7 +215,7 @@ def _openai_routes(service: Service, store: ResponseStore) -> APIRouter:
 
 def _add_responses_routes(router: APIRouter, service: Service, store: ResponseStore) -> None:
     @router.post("/responses", response_model=ResponseObject, responses=_STREAM)
-    async def responses(body: ResponsesRequest, request: Request) -> Response:
+    async def responses(body: ResponsesRequest, request: Request) -> Answer:
         """Answer a conversation with a list of items; as a whole, or as server-sent events."""
         return await create_response(service, store, body, request)
 
@@ -261,14 +229,14 @@ def _add_responses_routes(router: APIRouter, service: Service, store: ResponseSt
         """A response that was stored."""
         return stored_response(store, response_id, request)
 
-    @router.get("/responses/{response_id}/input_items")
+    @router.get("/responses/{response_id}/input_items", response_model=ResponseItemList)
     async def input_items(
         response_id: str,
         request: Request,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
-    ) -> ResponseItemList:
+    ) -> Response:
         """The items that it was asked with, a page at a time."""
         return stored_input_items(
             store, response_id, request, limit=limit, order=order, after=after
@@ -284,10 +252,10 @@ def _anthropic_routes(service: Service) -> APIRouter:
     responses: dict[int | str, dict[str, Any]] = {
         status: {"model": AnthropicError, "description": "An error."} for status in ("4XX", "5XX")
     }
-    router = APIRouter(route_class=_JSONRoute, prefix=errors.ANTHROPIC_PATH, responses=responses)
+    router = APIRouter(route_class=JSONRoute, prefix=errors.ANTHROPIC_PATH, responses=responses)
 
     @router.post("", response_model=AnthropicAnswer, responses=_STREAM)
-    async def messages(body: MessagesRequest, request: Request) -> Response:
+    async def messages(body: MessagesRequest, request: Request) -> Answer:
         """Answer a conversation as Anthropic's API does; as a whole, or as server-sent events."""
         return await create_message(service, body, request)
 
@@ -300,15 +268,15 @@ def _anthropic_routes(service: Service) -> APIRouter:
 
 
 def _tokenizer_routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=_JSONRoute, responses=_ERRORS)
+    router = APIRouter(route_class=JSONRoute, responses=_ERRORS)
 
     @router.post("/tokenize", response_model=TokenizeResponse)
     async def tokens_of_text(body: TokenizeRequest, request: Request) -> Response:
         """Token ids of a prompt, or of a conversation as the chat template writes it."""
         return await tokenize(service, body, request)
 
-    @router.post("/detokenize")
-    async def text_of_tokens(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
+    @router.post("/detokenize", response_model=DetokenizeResponse)
+    async def text_of_tokens(body: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids."""
         return await detokenize(service, body, request)
 
@@ -327,13 +295,15 @@ def _status_routes(service: Service, gate: Gate, pair: Settings) -> APIRouter:
     @router.get("/ready", response_model=Health, responses={503: {"model": Health}})
     @router.get("/health", response_model=Health, responses={503: {"model": Health}})
     async def health(request: Request) -> JSONResponse:
-        """200 while requests are served; else 503 with the state, and to a key its reason."""
+        """200 while requests are served; else 503 with the state, and to those who may ask the
+        model also its reason."""
         if not gate.open:
             return JSONResponse({"status": "draining"}, 503)
         if client.state == "ready":
             return JSONResponse({"status": "ok"})
         told: dict[str, str] = {"status": client.state}
-        if request_key(request) is not None:  # it may name files, and quote exceptions
+        # It may name files, and quote exceptions. Whoever may ask the model gets it as an error.
+        if not getattr(request.state, "only_probes", False):
             told["reason"] = client.status_reason or ""
         return JSONResponse(told, 503)
 

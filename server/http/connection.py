@@ -12,6 +12,7 @@ import urllib.parse
 from typing import Any
 
 import httptools
+from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .errors import path_within
@@ -113,6 +114,8 @@ class Connection(HttpToolsProtocol):
             raise _Refused
         self._deadline_s = None
         self._reads_head = False
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False
         self._head_bytes = self._stray_bytes = 0
         if self.transport.is_closing():
             return
@@ -145,7 +148,29 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+
+        async def run(scope: Any, receive: Any, send: Any) -> None:
+            await app(scope, receive, self._sending(cycle, send))
+
+        super()._start_asgi_task(cycle, run)
+
+    def _sending(self, cycle: RequestResponseCycle, send: Send) -> Send:
+        """Send an answer. To a client of HTTP/1.0, which knows no chunks, an answer of unknown
+        length ends with the connection."""
+        ends_with_connection = False
+
+        async def send_framed(message: Message) -> None:
+            nonlocal ends_with_connection
+            if message["type"] == "http.response.start" and cycle.scope["http_version"] == "1.0":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                if b"content-length" not in names:
+                    ends_with_connection = True
+                    cycle.chunked_encoding = False
+            elif ends_with_connection:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        return send_framed
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -27,8 +27,8 @@ class Hosts:
 
     The owner of a web page can let the page's own name point to this machine (DNS rebinding). To
     the browser of a reader this server is then the page's own site, and the page may read its
-    answers. Requests without a Host header do not come from a browser. Probes ask by address; their
-    paths reveal nothing.
+    answers. Requests without a Host header do not come from a browser. Probes ask by address:
+    `only_probes` in the scope's state says that nothing else would be answered.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
@@ -39,11 +39,13 @@ class Hosts:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if route_path(scope) not in OPEN_PATHS:
-            for given in Headers(scope=scope).getlist("host"):
-                if not self._admits(given):
-                    await self._refusal(given).response(scope)(scope, receive, send)
-                    return
+        for given in Headers(scope=scope).getlist("host"):
+            if self._admits(given):
+                continue
+            if route_path(scope) not in OPEN_PATHS:
+                await self._refusal(given).response(scope)(scope, receive, send)
+                return
+            scope.setdefault("state", {})["only_probes"] = True
         await self._app(scope, receive, send)
 
     def _admits(self, given: str) -> bool:

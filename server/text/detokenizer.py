@@ -1,9 +1,7 @@
 """Token ids to text, one token at a time, up to the first stop string."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 
-from ..config.server_settings import MAX_STOP_STRINGS
 from .tokenizer import INCOMPLETE, Tokenizer
 
 # Tokens of the prompt that are decoded together with the first new token. A character spans at most
@@ -104,8 +102,12 @@ class StopStrings:
     algorithm of Knuth, Morris and Pratt, which looks at a character at most twice.
     """
 
-    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+    def __init__(
+        self, stops: Sequence[str], *, include: bool, tables: dict[str, list[int]] | None = None
+    ) -> None:
         self._stops = tuple(stops)
+        # Made when first needed; the sequences of a request share them.
+        self._tables = {} if tables is None else tables
         self._num_matched = [0] * len(stops)  # for each, how many of its characters match so far
         self._include = include
         self._held = ""
@@ -142,23 +144,26 @@ class StopStrings:
     def _follow(self, i: int, text: str, *, may_stop: bool) -> int | None:
         """Where in the text the i-th stop string is complete, if it counts."""
         stop, matched, at = self._stops[i], self._num_matched[i], 0
-        restarts = _restarts(stop)
         while at < len(text):
             if not matched and (at := text.find(stop[0], at)) < 0:
                 break
             while matched and stop[matched] != text[at]:
-                matched = restarts[matched]
+                matched = self._restarts(stop)[matched]
             matched += stop[matched] == text[at]
             at += 1
             if matched == len(stop):
                 if may_stop:
                     return at
-                matched = restarts[matched]
+                matched = self._restarts(stop)[matched]
         self._num_matched[i] = matched
         return None
 
+    def _restarts(self, stop: str) -> list[int]:
+        if (table := self._tables.get(stop)) is None:
+            table = self._tables[stop] = _restarts(stop)
+        return table
 
-@lru_cache(maxsize=MAX_STOP_STRINGS)
+
 def _restarts(stop: str) -> list[int]:
     """For each n, the length of the longest border of the first n characters of the stop string."""
     restarts = [0, 0]

@@ -248,7 +248,9 @@ def test_stopped_engine_ends_streams_with_an_error_event(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
-def test_health_tells_the_state_and_only_to_a_key_its_reason(serve: Serve, path: str) -> None:
+def test_health_tells_its_reason_to_those_whom_a_request_would_tell_it(
+    serve: Serve, path: str
+) -> None:
     served, open_to_all = serve(api_keys=("one",)), serve()
     key, wrong = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
     assert get(served.app, path).json() == {"status": "ok"}
@@ -257,7 +259,10 @@ def test_health_tells_the_state_and_only_to_a_key_its_reason(serve: Serve, path:
     reply = get(served.app, path, key)
     assert reply.status == 503
     assert reply.json() == {"status": "restarting", "reason": "no model in /home/me"}
-    for reply in (get(served.app, path), get(served.app, path, wrong), get(open_to_all.app, path)):
+    # Without keys anybody may ask, unless a web page has led its reader's browser here.
+    assert get(open_to_all.app, path).json() == reply.json()
+    foreign = get(open_to_all.app, path, {"host": "evil.example"})
+    for reply in (get(served.app, path), get(served.app, path, wrong), foreign):
         assert (reply.status, reply.json()) == (503, {"status": "restarting"})
 
 

@@ -125,6 +125,27 @@ def test_an_unexpected_failure_is_the_last_answer_of_its_connection_and_says_so(
     assert "a bug" in caplog.text
 
 
+# ---- HTTP/1.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_an_old_version_gets_no_chunks(serve: Serve, stream: bool) -> None:
+    body = json.dumps({"prompt": "Hi", "stream": stream}).encode()
+    headers = f"{JSON}expect: 100-continue\r\ncontent-length: {len(body)}\r\n"
+    request = post(headers, body).replace(b"HTTP/1.1", b"HTTP/1.0")
+    with on_a_socket(serve()) as url, connect(url) as client:
+        client.sendall(request)
+        head, _, answer = to_the_end(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"chunked" not in head
+    assert b"connection: close" in head
+    if stream:
+        assert answer.startswith(b"data: {")
+        assert answer.endswith(b"data: [DONE]\n\n")
+    else:
+        assert json.loads(answer)["object"] == "text_completion"
+
+
 # ---- what is no request
 
 

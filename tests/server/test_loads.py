@@ -132,13 +132,14 @@ def test_requests_that_generate_are_timed_under_vllms_name(busy: Served) -> None
 
 
 def test_metrics_port_asks_for_no_key_and_serves_nothing_else(busy: Served) -> None:
-    def on_port(port: int, path: str) -> Reply:
+    def on_port(port: int, path: str, host: str = "127.0.0.1") -> Reply:
         async def at_port(scope: Scope, receive: Receive, send: Send) -> None:
             await busy.app(scope | {"server": ("test", port)}, receive, send)
 
-        return get(at_port, path)
+        return get(at_port, path, {"host": f"{host}:{port}"})
 
     assert b"vllm:num_requests_running" in on_port(9000, "/metrics").body
+    assert on_port(9000, "/metrics", "evil.example").status == 403
     assert on_port(8000, "/metrics").status == 401
     for path in ("/v1/models", "/health", "/openapi.json"):
         assert on_port(9000, path).status == 404

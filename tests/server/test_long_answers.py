@@ -150,7 +150,6 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, bool]]:
         monkeypatch.setattr(owner, name, noting)
 
     note(responses, "server_sent")
-    note(responses, "to_json")  # of the input, which is kept
     note(ResponseObject, "to_json")
     return found
 

@@ -25,7 +25,7 @@ from outrider.server.api.messages_protocol import (
     ThinkingBlock,
     ToolResultBlock,
 )
-from outrider.server.text import call_stream, response_template, tool_calls
+from outrider.server.text import call_stream, detokenizer, response_template, tool_calls
 from outrider.server.text.detokenizer import Detokenizer, StopStrings
 from outrider.server.text.message_format import MessageFormat
 from outrider.server.text.message_parser import Text
@@ -333,6 +333,26 @@ def test_stop_strings() -> None:
         return work.num_chars
 
     grows_with(work_of, 500)
+
+
+def test_the_table_of_a_stop_string_is_made_once_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    make = detokenizer._restarts
+
+    def noting(stop: str) -> list[int]:
+        made.append(stop)
+        return make(stop)
+
+    monkeypatch.setattr(detokenizer, "_restarts", noting)
+    matchers = []
+    for request in range(30):
+        tables: dict[str, list[int]] = {}
+        stops = [f"a{request}-{i}" for i in range(16)]
+        matchers += [StopStrings(stops, include=False, tables=tables) for _ in range(2)]
+    for _ in range(3):
+        for matcher in matchers:
+            assert matcher.push("a-") == "a-"
+    assert len(made) == len(set(made)) == 30 * 16
 
 
 # ---- conversations as clients send them
