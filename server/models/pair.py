@@ -76,10 +76,18 @@ def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress)
     except DraftError as error:
         if settings.draft.model is not None:
             raise
-        # The user did not ask for this draft: continue without it.
-        chosen, reason = without_draft(settings, f"{error}, so there is no draft model")
-        log.warning("%s", reason)
-        return _pair(chosen, target, config, template, progress)
+        # The user did not ask for this draft: take one that needs no hub, or continue without.
+        why = str(error)
+    second, reason = choose(settings, target, config, without_hub=True)
+    if second.draft != chosen.draft and second.draft.model is not None:
+        log.warning("%s; %s", why, reason)
+        try:
+            return _pair(second, target, config, template, progress)
+        except DraftError as error:
+            why = str(error)
+    chosen, reason = without_draft(settings, f"{why}, so there is no draft model")
+    log.warning("%s", reason)
+    return _pair(chosen, target, config, template, progress)
 
 
 def _pair(
@@ -127,6 +135,7 @@ def _draft(
         settings.model,
         settings.revision,
         trust_remote_code=settings.trust_remote_code,
+        at_hand=target,
         progress=progress,
     )
     if head_kind(draft):  # a head uses its target's tokenizer; the engine checks the rest
@@ -250,7 +259,7 @@ def _tokenizer(directory: Path, settings: TargetSettings | DraftSettings) -> Any
 
     try:
         return AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=settings.trust_remote_code
+            directory, trust_remote_code=settings.trust_remote_code, local_files_only=True
         )
     except Exception as error:  # the tokenizers library has a plain Exception for a damaged file
         raise ModelError(f"cannot load the tokenizer of {directory}: {error}") from error

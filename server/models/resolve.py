@@ -34,12 +34,14 @@ def resolve(
     revision: str | None = None,
     *,
     trust_remote_code: bool = False,
+    at_hand: Path | None = None,
     progress: ReportProgress = ignore_progress,
 ) -> Path:
     """The directory of `model`, fetched and converted if needed.
 
     `model` is a built-in name, a local directory, a GGUF file or a hub id, tried in this order;
-    `revision` is for hub ids only. Raises ModelError.
+    `revision` is for hub ids only. A built-in model may use the tokenizer of another model, whose
+    directory is `at_hand`. Raises ModelError.
     """
     path = Path(model).expanduser()
     is_local = model in builtin.BUILTINS or path.exists() or looks_like_path(model)
@@ -49,7 +51,7 @@ def resolve(
             "revisions: remove it"
         )
     if model in builtin.BUILTINS:
-        return builtin.obtain(builtin.BUILTINS[model], progress)
+        return builtin.obtain(builtin.BUILTINS[model], progress, at_hand)
     if not is_local:
         if not _HUB_ID.fullmatch(model):
             raise ModelError(_unknown(model))

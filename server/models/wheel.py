@@ -62,7 +62,9 @@ def _run_pip(wheel: Wheel, scratch: Path, progress: ReportProgress) -> None:
     command += ["--only-binary=:all:", "--dest", str(scratch), wheel.requirement]
     # pip downloads into its temporary folder first. With that inside `scratch`, the sizes of its
     # files show the progress, whatever this version of pip prints.
-    environ = os.environ | {"TMPDIR": str(scratch), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    # By itself, pip tries for ten seconds to reach an index that is not there.
+    environ = {"PIP_RETRIES": "1"} | os.environ
+    environ |= {"TMPDIR": str(scratch), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     stage = f"Fetching {wheel.requirement} ({wheel.size_bytes / 1e6:.0f} MB)"
     progress(stage, 0, wheel.size_bytes)
     log = scratch / "pip.log"

