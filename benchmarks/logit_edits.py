@@ -84,13 +84,17 @@ def edit_calls(
             slots.token_ids[:, :width] = torch.from_numpy(tokens_np)
             slots.num_tokens.fill_(prompt_len + OUTPUT_TOKENS)
             edits = LogitEdits(slots)
-            for tokens in tokens_np[:num_asking].tolist():
+            seated = []  # slots do not keep requests alive
+            for slot, tokens in enumerate(tokens_np[:num_asking].tolist()):
                 made = request(tokens[:prompt_len], asked)
                 made.token_ids += tokens[prompt_len : prompt_len + OUTPUT_TOKENS]
-                slots.seat(made)
+                made.slot, slots.requests[slot] = slot, made
                 edits.seat(made)
+                seated.append(made)
             asking = rows.take(rows.slot_np < num_asking)
-            calls[f"{name}|{kind}"] = lambda edits=edits, asking=asking: edits.apply(logits, asking)
+            calls[f"{name}|{kind}"] = lambda edits=edits, asking=asking, _=seated: edits.apply(
+                logits, asking
+            )
     return calls
 
 

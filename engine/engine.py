@@ -106,8 +106,10 @@ class Engine:
         if slots.max_drafts > 0 and config.speculation.adaptive:
             stops_early = self.worker.proposer.stops_early
             adaptive = AdaptiveSpeculation(slots.max_drawn, stops_early=stops_early, **learning)
-        self.sequences = Sequences(config.scheduler, memory, self.worker, max_model_len, adaptive)
-        self.scheduler = Scheduler(self.sequences)
+        self.sequences = Sequences(
+            config.scheduler, memory, max_model_len, slots.max_drafts, slots.max_drawn, adaptive
+        )
+        self.scheduler = Scheduler(self.sequences, self.worker.proposer)
         self.committer = Committer(self.sequences)
         if self.worker.device.type == "cuda":  # on a CPU nothing would overlap
             self.scheduler.lag = 1
@@ -182,6 +184,7 @@ class Engine:
         queued = [Request(new, eos_token_ids, rule) for new in requests]
         for request in queued:
             request.logits_processors = self._processors.build(request.params)
+            request.needs_host = self.worker.edits.need_host(request.params)
         try:
             for request in queued:
                 if self._grammars is not None and request.params.grammar is not None:
@@ -232,9 +235,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Account for every page and slot; raises RuntimeError on a leak. Cheap; run when idle."""
-        running = self.sequences.running
-        self.sequences.memory.check_integrity(request.memory for request in running)
-        self.worker.slots.check_integrity(running)
+        self.sequences.check_integrity()
 
 
 def _grammar_compiler(config: EngineConfig, vocab_size: int) -> "GrammarCompiler | None":

@@ -34,6 +34,8 @@ class Request:
         self.num_prompt_tokens = len(new.prompt_token_ids)
         self.turn = (new.priority, 0)  # sort key; the scheduler sets the order of arrival
         self.logits_processors: list[tuple[str, LogitsProcessor]] = []
+        # Whether the host must know all its tokens before anything is drafted for it.
+        self.needs_host = False
         self.edit_error: str | None = None  # why its logits could not be edited
         self.slot: int | None = None  # its row of the device state, while it runs
 

@@ -23,7 +23,6 @@ from .models.compiled_decoder import CompiledDecoder
 from .models.network import Pass
 from .models.pair import ModelPair
 from .proposers import build_proposer
-from .request import Request
 from .scheduling.plan import Plan
 from .scoring.scorer import Scorer
 from .scoring.verifier import Verifier
@@ -53,7 +52,7 @@ class LaunchedStep:
 
 
 class Worker:
-    """Runs plans. The scheduler seats sequences here and gives them pages."""
+    """Runs plans, whose newcomers and pages it enters in the slots."""
 
     def __init__(self, config: EngineConfig, report: ReportProgress) -> None:
         if config.num_threads is not None:
@@ -133,20 +132,6 @@ class Worker:
         self.proposer.capture(report)  # after the target: a head's graphs read the target's taps
         self.verifier.capture(logits)
 
-    def seat(self, request: Request) -> None:
-        """Give a sequence a slot, which the next launch fills."""
-        self.slots.seat(request)
-
-    def unseat(self, request: Request) -> None:
-        """Take a sequence's slot away. Steps in flight still write there; the results are void."""
-        assert request.slot is not None
-        self.edits.unseat(request.slot)
-        self.slots.unseat(request)
-
-    def must_know(self, request: Request) -> bool:
-        """Whether the host must know all of a sequence's tokens before anything is drafted."""
-        return self.edits.need_host(request.slot)
-
     @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:
         """Draft and score, counting from the tokens that the device knows when this runs there."""
@@ -154,7 +139,8 @@ class Worker:
             self._cpu_share.adapt()
         else:
             self._cpu_share.begin()
-        for request in self.slots.fill():
+        self.slots.fill(plan.newcomers, [scheduled.request for scheduled in plan.scheduled])
+        for request in plan.newcomers:
             self.edits.seat(request)
         start_s, begin = time.perf_counter(), self._event()
         with self._threads():
@@ -166,7 +152,7 @@ class Worker:
     def verify(self, step: LaunchedStep) -> None:
         """Verify the drafts, and add the drawn tokens to those the device knows.
 
-        No sequence may be seated between `launch` and this.
+        No other plan may be launched between `launch` and this.
         """
         assert step.scored is not None
         with self._threads():

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from outrider.kernels.edits.edit_rows import EditRows
 
+from ..api import SamplingParams
 from ..request import Request
 from ..state.slots import Slots
 from .allowed_tokens import AllowedTokens
@@ -41,18 +42,15 @@ class LogitEdits:
         num_slots = len(slots.token_ids)
         edits = (Grammars, AllowedTokens, BadWords, TokenBias, CustomProcessors, Penalties)
         self._chain: tuple[LogitEdit, ...] = tuple(edit(slots) for edit in edits)
-        # [edits, num_slots] which edits each slot's request asks for
+        # [edits, num_slots] which edits each slot's last request asks for
         self._asked_np = np.zeros((len(self._chain), num_slots), dtype=bool)
 
-    def need_host(self, slot: int | None) -> bool:
-        """Whether the host must know all tokens of a slot's request before it can edit logits."""
-        return any(
-            edit.needs_host and asked_np[slot]
-            for edit, asked_np in zip(self._chain, self._asked_np, strict=True)
-        )
+    def need_host(self, params: SamplingParams) -> bool:
+        """Whether the host must know all tokens of such a request before it can edit logits."""
+        return any(edit.needs_host and edit.is_asked_by(params) for edit in self._chain)
 
     def asked_by(self, slots_np: np.ndarray) -> np.ndarray:
-        """Which of these slots' requests ask for any edit. Shape: [B] -> [B] bool."""
+        """Which of these slots' last requests ask for any edit. Shape: [B] -> [B] bool."""
         asked_np: np.ndarray = np.logical_or.reduce(self._asked_np)[slots_np]
         return asked_np
 
@@ -60,12 +58,9 @@ class LogitEdits:
         """Prepare the edits that a request asks for; its tokens must be in its slot already."""
         assert request.slot is not None
         for i, edit in enumerate(self._chain):
-            if edit.is_asked_by(request.params):
-                self._asked_np[i, request.slot] = True
+            self._asked_np[i, request.slot] = asks = edit.is_asked_by(request.params)
+            if asks:
                 edit.seat(request)
-
-    def unseat(self, slot: int) -> None:
-        self._asked_np[:, slot] = False
 
     def rehearse(self, logits: Tensor) -> Tensor:
         """Run every edit's kernel on rows of the dummy slot, which no edit changes."""

@@ -125,6 +125,7 @@ class Plan:
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     follows_another: bool = False  # directly, with no idle time between
     num_decoding: int = 0  # sequences behind their prompt, for which k was chosen
+    newcomers: list[Request] = field(default_factory=list)  # those that have just got their slots
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)

@@ -1,12 +1,12 @@
 """Plans the next step: which sequences run, for how many tokens, with how many drafts."""
 
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..request import Request
 from .adaptive_speculation import times_decoding
 from .lookups import Worth, worth
-from .plan import MAX_PROMPT_LOGITS, Plan, ScheduledRequest
+from .plan import MAX_PROMPT_LOGITS, Plan, ScheduledRequest, Wish
 from .sequences import Sequences
 
 if TYPE_CHECKING:
@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
 
 _LOOKED_UP_MASKS = 8  # for looked-up drafts of a sequence, where masks are rationed
+
+
+class Wishes(Protocol):
+    """What the proposer would draft without a model, which decides how much room it gets."""
+
+    def looks_up(self, request: Request) -> bool: ...
+
+    def wish(self, request: Request) -> Wish | None: ...
 
 
 class Scheduler:
@@ -28,12 +36,11 @@ class Scheduler:
     preempted: it loses slot and pages, waits again, and is computed again later from its tokens.
     """
 
-    def __init__(self, sequences: Sequences) -> None:
-        self._sequences = sequences
-        self._memory, self._worker = sequences.memory, sequences.worker
-        self._slots, self._max_model_len = sequences.worker.slots, sequences.max_model_len
+    def __init__(self, sequences: Sequences, wishes: Wishes) -> None:
+        self._sequences, self._wishes = sequences, wishes
+        self._memory, self._max_model_len = sequences.memory, sequences.max_model_len
         # For requests that leave k open.
-        self._num_speculative_tokens, self._least_chance = self._slots.max_drawn, 0.0
+        self._num_speculative_tokens, self._least_chance = sequences.max_drawn, 0.0
         self._worth = Worth(0.0, 0.0)  # of looked-up drafts in the step that is planned
         # How many masks of its grammar each sequence may ask for in this step, where it matters.
         self._num_questions: dict[Request, int] = {}
@@ -49,11 +56,11 @@ class Scheduler:
         waiting, running = self._sequences.waiting, self._sequences.running
         plan = Plan(follows_another=bool(running))
         startable = [r for r in waiting if r.can_start]
-        self._ration_grammars([*running, *startable[: self._slots.num_free]])
+        self._ration_grammars([*running, *startable[: len(self._sequences.free_slots)]])
         decoding = [r for r in running if r.decodes and self._takes_part(r)]
         prefilling = [r for r in running if not r.decodes and self._takes_part(r)]
         startable = [r for r in startable if self._takes_part(r)]
-        seatable = startable[: self._slots.num_free]
+        seatable = startable[: len(self._sequences.free_slots)]
         if seatable and not self._fits(seatable[0]):
             seatable = []  # it may wait for long, and holds up those behind it
         plan.num_decoding = len(decoding)
@@ -70,7 +77,7 @@ class Scheduler:
                 budget -= self._schedule_running(request, budget - reserved, plan)
         prefilling = [r for r in prefilling if r.slot is not None]
         for request in startable:
-            if budget == 0 or self._slots.num_free == 0:
+            if budget == 0 or not self._sequences.free_slots:
                 break
             if self._should_wait(request, prefilling, plan):
                 continue
@@ -97,7 +104,7 @@ class Scheduler:
             if len(sequences) == len(requests):
                 continue
             for _, request in sorted(sequences, key=itemgetter(0)):
-                looks_up = self._worker.proposer.looks_up(request)
+                looks_up = self._wishes.looks_up(request)
                 looked_up = _LOOKED_UP_MASKS if looks_up else 0
                 wanted = 1 + max(self._num_drafts_wanted(request), looked_up)
                 self._num_questions[request] = process.allowance.take(wanted)
@@ -111,7 +118,7 @@ class Scheduler:
     def must_know(self) -> bool:
         """Whether the host must read the step in flight before it can plan the next one."""
         return any(
-            request.is_in_flight and self._may_draft(request) and self._worker.must_know(request)
+            request.is_in_flight and self._may_draft(request) and request.needs_host
             for request in self._sequences.running
         )
 
@@ -171,7 +178,7 @@ class Scheduler:
         """Rows, up to `most`, that a prompt in chunks leaves to short prompts which one step can
         compute whole: they may take slots that are free anyway.
         """
-        num_rows, num_seats = 0, self._slots.num_free
+        num_rows, num_seats = 0, len(self._sequences.free_slots)
         for request in startable:
             wanted = num_rows + request.num_uncomputed_tokens
             if num_seats == 0:
@@ -205,6 +212,7 @@ class Scheduler:
             return 0
         num_cached = self._memory.attach_prefix(request.memory, request.num_reusable_tokens)
         self._sequences.admit(request, num_cached)
+        plan.newcomers.append(request)
         scheduled = self._share(request, budget, plan)
         self._allocate(scheduled)
         plan.scheduled.append(scheduled)
@@ -225,7 +233,7 @@ class Scheduler:
                 num_new = num_told + num_left
                 scheduled = ScheduledRequest(request, num_new)
         k, may_draft = self._num_drafts_wanted(request), self._may_draft(request)
-        if may_draft and request.is_in_flight and self._worker.must_know(request):
+        if may_draft and request.is_in_flight and request.needs_host:
             k, may_draft = 0, False  # k has risen from 0 since `must_know`: from the next step on
         scheduled.is_drafted_for = k > 0
         if scheduled.samples and may_draft:
@@ -250,11 +258,11 @@ class Scheduler:
         """
         request = scheduled.request
         scheduled.max_drawn = scheduled.max_drafts = min(k, room)
-        wish = self._worker.proposer.wish(request)
+        wish = self._wishes.wish(request)
         if wish is None:
             return
         own_k, adaptive = request.params.num_speculative_tokens, self._sequences.adaptive
-        most = min(room, len(wish.drafts), self._slots.max_drafts if own_k is None else own_k)
+        most = min(room, len(wish.drafts), self._sequences.max_drafts if own_k is None else own_k)
         most = min(most, max(0, self._num_questions.get(request, most + 1) - 1))
         acceptance = request.hits.acceptance(wish.num_matched)
         otherwise = adaptive.accepted(k) if adaptive and not wish.is_alone else 0.0
@@ -267,7 +275,7 @@ class Scheduler:
         return self._num_drafts_wanted(request) > 0 or (
             request.speculates
             and request.params.num_speculative_tokens != 0
-            and self._worker.proposer.looks_up(request)
+            and self._wishes.looks_up(request)
         )
 
     def _num_drafts_wanted(self, request: Request) -> int:
@@ -275,5 +283,5 @@ class Scheduler:
         if not request.speculates:
             return 0
         k = request.params.num_speculative_tokens
-        k = self._num_speculative_tokens if k is None else min(k, self._slots.max_drawn)
+        k = self._num_speculative_tokens if k is None else min(k, self._sequences.max_drawn)
         return min(k, max(0, self._num_questions.get(request, k + 1) - 1))

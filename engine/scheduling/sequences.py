@@ -5,7 +5,6 @@ import time
 from bisect import insort
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from ..api import EngineStats, InvalidRequestError, QueueFullError, RequestOutput
 from ..config import SchedulerConfig
@@ -13,38 +12,40 @@ from ..memory.device_memory import DeviceMemory
 from ..request import Request
 from .adaptive_speculation import AdaptiveSpeculation
 
-if TYPE_CHECKING:
-    from ..worker import Worker
-
 _TURN = attrgetter("turn")
 
 
 class Sequences:
     """The waiting sequences, in the order of their turns, and the running ones.
 
-    A running sequence has a slot and pages; a waiting one has neither. Ended ones are removed.
-    This also holds what scheduler and committer share: memory, worker, limits, statistics, and the
-    choice of k.
+    A running sequence has a slot and pages; a waiting one has neither. Ended ones are removed. Only
+    here do sequences get and leave slots; the worker finds the newcomers in its next plan.
+
+    This also holds what scheduler and committer share: memory, limits, statistics, and the choice
+    of k.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
         memory: DeviceMemory,
-        worker: "Worker",
         max_model_len: int,
+        max_drafts: int,
+        max_drawn: int,
         adaptive: AdaptiveSpeculation | None,
     ) -> None:
         self.config = config
         self.memory = memory
-        self.worker = worker
         self.max_model_len = max_model_len
+        self.max_drafts, self.max_drawn = max_drafts, max_drawn  # as in Slots
         self.adaptive = adaptive  # None: k is what the configuration says
-        k = worker.slots.max_drafts
-        self.stats = EngineStats(drafted_per_position=[0] * k, accepted_per_position=[0] * k)
+        self.stats = EngineStats(
+            drafted_per_position=[0] * max_drafts, accepted_per_position=[0] * max_drafts
+        )
         self.by_id: dict[str, Request] = {}
         self.waiting: list[Request] = []  # in order: the first is next
         self.running: list[Request] = []
+        self.free_slots = list(range(config.max_num_seqs))[::-1]  # the last is next
         self._arrivals = count()
 
     def check_room(self, num_new: int) -> None:
@@ -77,7 +78,7 @@ class Sequences:
             self.stats.prompt_tokens += request.num_prompt_tokens
         self.waiting.remove(request)
         self.running.append(request)
-        self.worker.seat(request)
+        request.slot = self.free_slots.pop()
 
     def preempt_last(self) -> Request:
         """Preempt the running sequence that is last in turn."""
@@ -121,8 +122,17 @@ class Sequences:
         compiling = [g.process.begun for g in grammars if not g.is_compiled]
         concurrent.futures.wait(compiling, timeout_s, concurrent.futures.FIRST_COMPLETED)
 
+    def check_integrity(self) -> None:
+        """Account for every page and slot; raises RuntimeError on a leak."""
+        self.memory.check_integrity(request.memory for request in self.running)
+        held = [request.slot for request in self.running if request.slot is not None]
+        if sorted([*self.free_slots, *held]) != list(range(self.config.max_num_seqs)):
+            raise RuntimeError(f"slots do not add up: free {self.free_slots}, held {held}")
+
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
-        self.worker.unseat(request)
+        assert request.slot is not None
+        self.free_slots.append(request.slot)
+        request.slot = None
         self.memory.release(request.memory)
         request.start_over()

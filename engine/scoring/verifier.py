@@ -85,7 +85,8 @@ class Verifier:
         if plan.tells_drafts:  # before verification overwrites the rejected ones
             slot = uploaded(slots_np, self._slots.device)
             drafts = [self._slots.state.drafts(slot, self._slots.max_drafts)]
-        edited_np = self._edits.asked_by(slots_np)
+        are_void_np = np.array([s.is_void for s in sampled])
+        edited_np = self._edits.asked_by(slots_np) & ~are_void_np
         kind = sampling_kind(sampled)
         if edited_np.all():
             drawn = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)

@@ -5,7 +5,9 @@ A step works on an index map `batch_idx -> slot`. The first `num_tokens[slot]` e
 verifier read the same array, and after a sequence is seated the host sends no more tokens.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -81,38 +83,26 @@ class Slots:
         # Each field: [num_slots]
         self.sampling = Sampling(temperature, top_k, top_p, min_p, seed, rule)
         self.state = SlotState(self.token_ids, self.num_tokens, self.sampling)
-        self.requests: dict[int, Request] = {}  # by slot
-        self._seated: list[Request] = []  # since the last step
-        self._free = list(range(max_num_seqs - 1, -1, -1))
+        # By slot, those that were seated there last and still exist.
+        self.requests: WeakValueDictionary[int, Request] = WeakValueDictionary()
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def seat(self, request: Request) -> None:
-        """Give the request a slot; `fill` comes before the next step."""
-        request.slot = self._free.pop()
-        self.requests[request.slot] = request
-        self._seated.append(request)
-
-    def fill(self) -> list[Request]:
-        """Tell the device of the requests seated since the last call, which are returned, and of
-        all new pages.
-        """
-        seated, self._seated = self._seated, []
+    def fill(self, newcomers: Sequence[Request], running: Iterable[Request]) -> None:
+        """Write those that have just got their slots, and all new pages of `running`."""
         entries = []
-        for slot, request in self.requests.items():
+        for request in running:
             if new_pages := request.memory.new_pages:
-                entries += [(slot, column, page) for column, page in new_pages]
+                entries += [(request.slot, column, page) for column, page in new_pages]
                 new_pages.clear()
-        if seated:
-            self._write_requests(seated)
+        if newcomers:
+            self._write_requests(newcomers)
         if entries:
             self._scatter(self.block_table, *np.array(entries).T)
-        return seated
 
-    def _write_requests(self, seated: list[Request]) -> None:
+    def _write_requests(self, seated: Sequence[Request]) -> None:
         """Copy tokens and sampling parameters of requests to their slots, all in one go."""
+        self.requests.update(
+            {request.slot: request for request in seated if request.slot is not None}
+        )
         params = [request.params for request in seated]
         slots_np = np.array([request.slot for request in seated])
         lens_np = np.array([request.num_tokens for request in seated])
@@ -129,14 +119,6 @@ class Slots:
         self._scatter(
             self.token_ids, slots_np.repeat(lens_np), ragged_arange(0 * lens_np, lens_np), tokens_np
         )
-
-    def unseat(self, request: Request) -> None:
-        assert request.slot is not None
-        self._free.append(request.slot)
-        del self.requests[request.slot]
-        if request in self._seated:
-            self._seated.remove(request)
-        request.slot = None
 
     def write_drafts(self, drafts: list[tuple[Request, list[int]]]) -> None:
         """Copy drafts from the host into the requests' rows, after the tokens that the device
@@ -156,12 +138,6 @@ class Slots:
         entries_np = np.stack((slots_np, columns_np, values_np))
         slots, columns, values = uploaded(entries_np, self.device)
         table[slots, columns] = values.int()
-
-    def check_integrity(self, live_requests: list[Request]) -> None:
-        """Every slot is free or held by one request; raises RuntimeError otherwise."""
-        held = [request.slot for request in live_requests if request.slot is not None]
-        if sorted([*self._free, *held]) != list(range(len(self.token_ids) - 1)):
-            raise RuntimeError(f"slots do not add up: free {self._free}, held {held}")
 
 
 def _as_int64(seed: int) -> int:

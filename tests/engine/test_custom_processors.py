@@ -65,6 +65,22 @@ def test_a_processor_lifts_no_ban(target: Path, draft: Path) -> None:
         assert set(tokens(output)) <= {1, 2, 3, 50}
 
 
+def test_a_processor_is_not_called_once_its_request_has_ended(
+    target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though the step after the last one is on its way already."""
+    truth = generate(target, PROMPTS[0], 24)
+    last = truth[5]
+    assert last not in PROMPTS[0]
+    engine = engine_with_processors(target)
+    engine.scheduler.lag = 1
+    params = replace(choosing("fail_on", token_id=last), stop_token_ids=(last,))
+    [outputs] = run(engine, PROMPTS[:1], params)
+    assert tokens(outputs) == truth[: truth.index(last) + 1]
+    assert outputs[-1].finish_reason == "stop"
+    assert "fail_on failed" not in caplog.text
+
+
 def test_a_processor_that_fails_ends_its_own_request_only(target: Path, draft: Path) -> None:
     truth = [generate(target, prompt, 24) for prompt in PROMPTS]
     met = truth[0][5]

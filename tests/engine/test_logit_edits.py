@@ -166,8 +166,8 @@ def test_bfloat16_rounds_no_penalty_away() -> None:
     new = NewRequest(request_id="0", prompt_token_ids=[3], params=params)
     request = Request(new)
     request.token_ids += [4, 4]
-    slots.seat(request)
-    assert slots.fill() == [request]
+    request.slot = 0
+    slots.fill([request], [request])
     edits.seat(request)
     assert edits.asked_by(np.array([0, slots.dummy])).tolist() == [True, False]
     logits = torch.full((3, VOCAB), 40.0, dtype=torch.bfloat16)

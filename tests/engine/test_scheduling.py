@@ -263,8 +263,9 @@ def test_many_newcomers_are_told_to_the_device_at_once(target: Path) -> None:
         different = prompts(range(4, 4 + num_newcomers), VOCAB)
         engine.submit([new(str(i), prompt) for i, prompt in enumerate(different)])
         with CountOperations() as operations:
-            engine.scheduler.schedule()
-            assert len(engine.worker.slots.fill()) == num_newcomers
-        assert engine.worker.slots.num_free == 8 - num_newcomers
+            plan = engine.scheduler.schedule()
+            assert len(plan.newcomers) == num_newcomers
+            engine.worker.slots.fill(plan.newcomers, plan.newcomers)
+        assert len(engine.sequences.free_slots) == 8 - num_newcomers
         counts.append(operations.count)
     assert counts[0] == counts[1] > 0
