@@ -94,8 +94,9 @@ class ServerSettings(Section):
     )
     share_cache_between_keys: bool = Field(
         default=False,
-        description="Let requests with different keys share cached prefixes. cached_tokens and "
-        "response times then reveal whether another key's requests began the same way.",
+        description="Let requests with different keys share cached prefixes and compiled grammars. "
+        "cached_tokens and response times then reveal whether another key's requests began the "
+        "same way.",
     )
     ui: bool = Field(
         default=True,
