@@ -41,13 +41,11 @@ class Block:
     logits: Tensor  # [k, N, V'], without the Markov head's
     h: Tensor  # [k, N, hidden]
     seqs: Tensor | None = None  # [N'] those that continue; None: all
-    state: Tensor | None = None  # [N', r] of the Markov head
 
     def keep(self, kept: Tensor) -> None:
         """Continue only with these rows of the present ones. Shape: [N']."""
         self.slots = self.slots[kept]
         self.seqs = kept if self.seqs is None else self.seqs[kept]
-        self.state = None if self.state is None else self.state[kept]
 
 
 class Blocks(Protocol):
@@ -216,8 +214,7 @@ class BlockByBlock(Drafter):
         if self._markov is not None:
             assert previous is not None
             embedded = F.embedding(previous, self._markov.embedding)
-            latent, block.state = self._markov.step(h, embedded, block.state)
-            logits = logits + self._markov.output(latent)
+            logits = logits + self._markov.output(embedded)
         confidence = None if self._confidence is None else self._confidence(h, embedded)
         return self._head.widened(logits), confidence
 

@@ -105,7 +105,7 @@ def test_a_bad_config_is_told_at_load(
     [
         ("markov_head.markov_w1.weight", lambda t: t[:40].contiguous(), "w1.weight is 40 x 6"),
         ("markov_head.markov_w2.weight", lambda t: t[:, :4].contiguous(), "w2.weight is 97 x 4"),
-        ("markov_head.gate_proj.weight", None, "no tensor 'markov_head.gate_proj.weight'"),
+        ("markov_head.markov_w1.weight", None, "no tensor 'markov_head.markov_w1.weight'"),
         ("confidence_head.proj.weight", lambda t: t[:, :9].contiguous(), "is 1 x 9; by its"),
         ("hidden_norm.weight", None, "no tensor 'hidden_norm.weight'"),
         ("layers.1.self_attn.k_proj.weight", lambda t: t[:8].contiguous(), "is 8 x 32"),
@@ -114,7 +114,7 @@ def test_a_bad_config_is_told_at_load(
 def test_a_bad_tensor_of_a_block_head_is_told_at_load(
     name: str, value: Any, says: str, target: Path, tmp_path: Path
 ) -> None:
-    head = save_tiny_block_head(tmp_path / "head", target, markov="gated", confidence="token")
+    head = save_tiny_block_head(tmp_path / "head", target, markov="vanilla", confidence="token")
     load(target, head)
     change_tensor(head, name, value)
     check_refused(target, head, says)
@@ -130,7 +130,7 @@ def test_a_bad_tensor_of_a_block_head_is_told_at_load(
         ({"target_layer_ids": [1]}, "for 1 hidden states of this target"),
         ({"block_size": 0}, "its block_size is 0, which leaves no row"),
         ({"block_size": 3}, "num_speculative_tokens is 4, but the dspark head .* drafts 3 tokens"),
-        ({"markov_head_type": "tree"}, "its Markov head is of type tree"),
+        ({"markov_head_type": "gated"}, "its Markov head is of type gated; only vanilla"),
         ({"draft_vocab_size": 50}, "no lm_head of its own, and the target's is 97 x 32 where"),
         ({"vocab_size": 90, "draft_vocab_size": 97}, "of 90 tokens, the target has 97"),
         ({"dflash_config": {"selector_rank": 256}}, "of kind dflash2; of heads"),

@@ -46,11 +46,11 @@ BLOCK_VARIANTS: dict[str, dict[str, Any]] = {
     "dflash-open-windows": {"windows": (7, 7), "is_causal": False, "head_norms": False},
     "dspark": {"markov": "vanilla", "nested": False, "own_head": True, "own_embedding": True},
     "dspark-speculators": {"markov": "vanilla", "speculators": True, "draft_vocab": 50},
-    "dspark-gated": {"markov": "gated", "confidence": "token", "boundaries": (0, 3)},
-    "dspark-rnn": {"markov": "rnn", "confidence": "states", "from_anchor": False},
+    "dspark-confident": {"markov": "vanilla", "confidence": "token", "boundaries": (0, 3)},
+    "dspark-leading": {"markov": "vanilla", "confidence": "states", "from_anchor": False},
 }
 # Whether a step is launched before the last one is read hangs on the proposer, not on its formulas.
-RUN_AHEAD = ("flat", "parallel", "dflash", "dflash-windows", "dspark", "dspark-rnn", "mtp-mimo")
+RUN_AHEAD = ("flat", "parallel", "dflash", "dflash-windows", "dspark", "dspark-leading", "mtp-mimo")
 # One of each kind of proposer, for what hangs on the kind alone.
 KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab": 50},
@@ -388,7 +388,7 @@ def test_drafts_that_the_confidence_head_doubts_are_not_made(
     confidence: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A draft is made while the chance that all of them stand is large enough, as the head says."""
-    path = save_tiny_block_head(tmp_path, target, markov="gated", confidence=confidence)
+    path = save_tiny_block_head(tmp_path, target, markov="vanilla", confidence=confidence)
     engine, truth = Engine(engine_config(target, path, k=K)), Truth(target, path)
     proposer, source, slots = engine.worker.proposer, source_of(engine), engine.worker.slots
     assert isinstance(source._drafter, BlockByBlock)

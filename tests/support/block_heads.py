@@ -55,13 +55,6 @@ def save_tiny_block_head(
     if markov is not None:
         tensors["markov_head.markov_w1.weight"] = matrix(vocab, rank) / scale
         tensors["markov_head.markov_w2.weight"] = matrix(size, rank)
-        for name, outputs, inputs in (
-            ("gate_proj", rank, width + rank),
-            ("joint_proj", 3 * rank, 2 * rank + width),
-        ):
-            if name == {"gated": "gate_proj", "rnn": "joint_proj"}.get(markov):
-                tensors[f"markov_head.{name}.weight"] = matrix(outputs, inputs)
-                tensors[f"markov_head.{name}.bias"] = matrix(outputs)
         own |= {"markov_rank": rank, "markov_head_type": markov}
     if confidence is not None:
         inputs = width + (rank if confidence == "token" else 0)
@@ -143,30 +136,19 @@ class PlainBlockHead(PlainLayers):
         """
         k = len(drafts)
         h = self.states(g[: len(tokens) - 1], tokens[-1], k)
-        logits = h @ self.head.T + self.markov(h, [tokens[-1], *drafts[:-1]])
+        logits = h @ self.head.T + self.markov([tokens[-1], *drafts[:-1]])
         if "d2t" not in self.w:
             return logits
         wide = torch.full((k, vocab), -torch.inf)
         wide[:, torch.arange(len(self.w["d2t"])) + self.w["d2t"]] = logits
         return wide
 
-    def markov(self, h: Tensor, previous: list[int]) -> Tensor:
+    def markov(self, previous: list[int]) -> Tensor:
         """What the token before each row adds. Shape: [k, V']."""
         if not self.own.get("markov_rank"):
             return torch.zeros(1)
-        name, kind = "markov_head", self.own["markov_head_type"]
-        added, state = [], torch.zeros(self.own["markov_rank"])
-        for row, token in zip(h, previous, strict=True):
-            e = self.w[f"{name}.markov_w1.weight"][token]
-            if kind == "gated":
-                e = self.linear(f"{name}.gate_proj", torch.cat((row, e))).sigmoid() * e
-            if kind == "rnn":
-                joint = self.linear(f"{name}.joint_proj", torch.cat((state, e, row)))
-                gate, candidate, output = joint.chunk(3)
-                state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
-                e = output.tanh()
-            added.append(self.w[f"{name}.markov_w2.weight"] @ e)
-        return torch.stack(added)
+        w1, w2 = (self.w[f"markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
+        return w1[previous] @ w2.T
 
     def confidence(self, g: Tensor, tokens: list[int], drafts: list[int]) -> Tensor:
         """That each of k drafts stands. Shape: as draft_logits -> [k]."""

@@ -13,13 +13,9 @@ A mask's row predicts the token at its own position. In heads that predict from 
 predicts the next token instead. A Markov head (DSpark) adds to a draft's logits a term of the token
 before it; so q_i depends on x_{i-1} and on no other draft:
 
-    logits_i = lm_head(h_i) + W2 latent_i,    e = W1[x_{i-1}]
-    vanilla: latent = e
-    gated:   latent = sigmoid(W_g [h_i; e]) * e
-    rnn:     gate, candidate, output = W_j [s; e; h_i]
-             s = sigmoid(gate) * s + (1 - sigmoid(gate)) * tanh(candidate),  latent = tanh(output)
+    logits_i = lm_head(h_i) + W2 e,    e = W1[x_{i-1}]
 
-A confidence head estimates how likely draft i stands if those before it do:
+A confidence head estimates how likely draft i is accepted if those before it are:
 sigmoid(w . [h_i; e] + b).
 """
 
@@ -43,27 +39,10 @@ class MarkovHead(NamedTuple):
 
     embedding: Tensor  # [V, r], by the target's ids
     output: Linear  # of [V', r]
-    gate: Linear | None = None  # of [r, hidden + r]
-    joint: Linear | None = None  # of [3 r, 2 r + hidden]
-
-    def step(self, h: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The latent of a draft and the state after it; a state of None begins a block.
-
-        Shape: h [N, hidden], previous [N, r], state [N, r] -> [N, r] each
-        """
-        if self.gate is not None:
-            gate = torch.sigmoid(self.gate(torch.cat((h, previous), -1)))
-            return gate * previous, previous
-        if self.joint is None:
-            return previous, previous
-        state = torch.zeros_like(previous) if state is None else state
-        gate, candidate, output = self.joint(torch.cat((state, previous, h), -1)).chunk(3, -1)
-        gate = torch.sigmoid(gate)
-        return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
 
 class ConfidenceHead(NamedTuple):
-    """Estimates how likely a draft stands if those before it do."""
+    """Estimates how likely a draft is accepted if those before it are."""
 
     weight: Tensor  # [hidden] or, if it also reads the token before, [hidden + r]; float32
     bias: Tensor  # [1]

@@ -26,7 +26,6 @@ _NAMED_KINDS = (
 KINDS = ("eagle3", "peagle", "dflash", "dspark")  # those that can be run
 _DEFAULT_BLOCK_SIZE, _SPECULATORS_BLOCK_SIZE = 16, 8
 _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")  # trainers' names for it
-_MARKOV_TYPES = ("vanilla", "gated", "rnn")
 # The model type of targets whose MTP heads are known, and what the names of its tensors begin with.
 MTP_TARGET, MTP_LAYER = "mimo", "model.mtp_layers.0"
 # Keys that say what the head is, not what its layers are; a LlamaConfig ignores the unknown ones.
@@ -47,7 +46,7 @@ class BlockConfig:
     # Whether rows of a block see only those before them; None: in layers with a window.
     is_causal: bool | None
     embedding_scale: float
-    markov: str | None  # the kind of its Markov head, if it has one
+    has_markov: bool
     has_confidence: bool
 
 
@@ -201,18 +200,16 @@ def _block(config: dict[str, Any], kind: str) -> BlockConfig:
     is_causal = own.get("is_causal", own.get("causal"))
     if is_causal is None and own.get("sliding_window_non_causal"):
         is_causal = False
-    markov = own.get("markov_head_type") or "vanilla" if own.get("markov_rank") else None
-    if markov not in (None, *_MARKOV_TYPES):
-        raise HeadError(
-            f"its Markov head is of type {markov}; known are {', '.join(_MARKOV_TYPES)}"
-        )
+    has_markov = bool(own.get("markov_rank"))
+    if has_markov and (markov := own.get("markov_head_type") or "vanilla") != "vanilla":
+        raise HeadError(f"its Markov head is of type {markov}; only vanilla ones are known")
     return BlockConfig(
         size=size,
         mask_token_id=mask_token_id,
         predicts_from_anchor=bool(from_anchor),
         is_causal=is_causal,
         embedding_scale=float(own.get("input_embedding_scale") or 1.0),
-        markov=markov,
+        has_markov=has_markov,
         has_confidence=bool(own.get("enable_confidence_head")),
     )
 

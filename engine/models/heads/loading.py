@@ -183,7 +183,7 @@ def _block_head(
 ) -> BlockHead:
     check_mask_token(block.mask_token_id, shared["embedding"])
     checkpoint, width = read.tensors, config.layers.hidden_size
-    markov = None if block.markov is None else _markov_head(config, block.markov, checkpoint)
+    markov = _markov_head(config, checkpoint) if block.has_markov else None
     context = []
     for i, mixer in enumerate(mixers):
         layer = mixer.attention
@@ -200,18 +200,13 @@ def _block_head(
     )
 
 
-def _markov_head(config: HeadConfig, kind: str, checkpoint: AnyCheckpoint) -> MarkovHead:
-    name, width = "markov_head", config.layers.hidden_size
+def _markov_head(config: HeadConfig, checkpoint: AnyCheckpoint) -> MarkovHead:
+    name = "markov_head"
     previous = checkpoint.tensor(f"{name}.markov_w1.weight")
     rank = previous.shape[1]
     check_shape(f"{name}.markov_w1.weight", previous.shape, (config.layers.vocab_size, rank))
     output = checkpoint.linear(rank, {f"{name}.markov_w2": config.draft_vocab_size})
-    gate = joint = None
-    if kind == "gated":
-        gate = checkpoint.linear(width + rank, {f"{name}.gate_proj": rank})
-    elif kind == "rnn":
-        joint = checkpoint.linear(2 * rank + width, {f"{name}.joint_proj": 3 * rank})
-    return MarkovHead(previous, output, gate, joint)
+    return MarkovHead(previous, output)
 
 
 def _confidence_head(
