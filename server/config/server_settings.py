@@ -141,6 +141,12 @@ class ServerSettings(Section):
         description="Seconds in which a client must read 16 KiB of its answer; else the server "
         "ends its connection and its request. 0: no limit.",
     )
+    max_unsent_bytes: int = Field(
+        default=256 * 1024 * 1024,
+        ge=1024 * 1024,
+        description="How much of their answers the clients of one HTTP process may have yet to "
+        "read together, in bytes. Beyond it the connections of the slowest are ended.",
+    )
     max_body_bytes: int = Field(
         default=4 * 1024 * 1024, ge=1024, description="Largest request body, in bytes."
     )

@@ -8,6 +8,7 @@ A client that offers another protocol (`Upgrade: h2c`) is answered in HTTP/1.1, 
 """
 
 import asyncio
+import math
 import urllib.parse
 from typing import Any
 
@@ -35,9 +36,18 @@ _BUSY_ANSWER = (
 )
 
 
+class Unsent:
+    """How much of their answers all clients of this process have yet to read."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+
 class Connection(HttpToolsProtocol):
     """Uvicorn's protocol, with limits."""
 
+    unsent = Unsent(2**63)  # of all connections
     max_connections = 0  # of one process; 0: no limit
     send_timeout_s = 0.0  # time for a client to read MIN_READ_BYTES; 0: no limit
     prefix = ""  # the path under which a proxy shows this server
@@ -48,7 +58,7 @@ class Connection(HttpToolsProtocol):
     _head_bytes = 0  # received of the head or trailers that are being read
     _stray_bytes = 0  # received since the parser last found a part of a request
     _running: RequestResponseCycle | None = None
-    _unsent_bytes = 0  # at the last `sweep`
+    _unsent_bytes = 0  # when it was last looked at; a part of `unsent`
     _taken_bytes = 0  # read by the client since then, at least
     _unsent_since_s: float | None = None  # None: everything is sent
 
@@ -67,6 +77,7 @@ class Connection(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
         self.pipeline.clear()
+        self._note_unsent(0)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -169,6 +180,9 @@ class Connection(HttpToolsProtocol):
             elif ends_with_connection:
                 cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
+            self._note_unsent(self.transport.get_write_buffer_size())
+            if self.unsent.num_bytes > self.unsent.max_bytes:
+                self._close_the_slowest()
 
         return send_framed
 
@@ -194,15 +208,35 @@ class Connection(HttpToolsProtocol):
         does not read its answer."""
         if self._deadline_s is not None and now_s >= self._deadline_s:
             self.transport.close()  # sends what is left first
-        unsent_bytes = self.transport.get_write_buffer_size()
-        self._taken_bytes += max(0, self._unsent_bytes - unsent_bytes)
-        self._unsent_bytes = unsent_bytes
-        if not unsent_bytes:
+        self._note_unsent(self.transport.get_write_buffer_size())
+        if not self._unsent_bytes:
             self._unsent_since_s = None
         elif self._unsent_since_s is None or self._taken_bytes >= MIN_READ_BYTES:
             self._unsent_since_s, self._taken_bytes = now_s, 0
         elif self.send_timeout_s and now_s - self._unsent_since_s >= self.send_timeout_s:
             self.transport.abort()
+
+    def _note_unsent(self, num_bytes: int) -> None:
+        grown_bytes = num_bytes - self._unsent_bytes
+        self._taken_bytes += max(0, -grown_bytes)
+        self._unsent_bytes = num_bytes
+        self.unsent.num_bytes += grown_bytes
+
+    def _close_the_slowest(self) -> None:
+        """Abort those that have not read MIN_READ_BYTES for the longest, and of such as are equal
+        those that have the most to read, until the rest is within the budget. One may be beyond it
+        alone: answers have a limit of their own."""
+        late: list[Connection] = []
+        for other in self.connections:
+            assert isinstance(other, Connection)
+            other._note_unsent(other.transport.get_write_buffer_size())
+            if other._unsent_bytes:
+                late.append(other)
+        late.sort(key=lambda each: (-(each._unsent_since_s or math.inf), each._unsent_bytes))
+        while len(late) > 1 and self.unsent.num_bytes > self.unsent.max_bytes:
+            slowest = late.pop()
+            slowest.transport.abort()
+            slowest._note_unsent(0)
 
     def _make_room(self) -> None:
         """Close the idle connection that is nearest to its deadline. If all are busy, this one is

@@ -21,7 +21,7 @@ from ..config.server_settings import ServerSettings
 from ..models.prepare import Prepared
 from ..text.tokenizer import Tokenizer
 from .app import create_app
-from .connection import KEEP_ALIVE_S, Connection
+from .connection import KEEP_ALIVE_S, Connection, Unsent
 from .middleware import EarlyAnswer, Gate
 
 log = logging.getLogger("outrider.server")
@@ -70,6 +70,7 @@ class Server(uvicorn.Server):
             "max_connections": settings.max_connections,
             "send_timeout_s": settings.send_timeout_s,
             "prefix": settings.root_path,
+            "unsent": Unsent(settings.max_unsent_bytes),
         }
         super().__init__(
             uvicorn.Config(
@@ -132,5 +133,8 @@ class Server(uvicorn.Server):
         if not await self._gate.drained(self._shutdown_timeout_s):
             log.warning("requests under way are ended after %g s", self._shutdown_timeout_s)
         await self._client.stop()
-        await self._gate.drained(FAREWELL_S)
+        if not await self._gate.drained(FAREWELL_S):
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()  # nobody reads; uvicorn would cancel with a traceback
+            await self._gate.drained(FAREWELL_S)
         self.should_exit = True

@@ -25,6 +25,7 @@ from ..config.settings import Settings
 from ..models.prepare import Prepared, prepare
 from ..models.store import ModelError
 from ..observe.tracing import TracingError
+from .connection import MIN_READ_BYTES
 from .hosts import is_loopback
 from .http_server import Server, load_app
 from .middleware import Gate
@@ -101,11 +102,20 @@ def bind(
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _show_what_clients_read(listener)
         listener.bind(address)
         listener.listen()
     except OSError as error:
         raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}; {remedy}") from None
     return listener
+
+
+def _show_what_clients_read(listener: socket.socket) -> None:
+    """Have the kernel hold little of an answer that the client has no room for. It may hold
+    megabytes, and ask for more only once a third of them is gone: `server.send_timeout_s` and
+    `server.max_unsent_bytes` would not see what a slow client reads, or has yet to read."""
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # connections inherit it
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MIN_READ_BYTES)
 
 
 def bind_unix(path: Path) -> socket.socket:
@@ -137,6 +147,7 @@ def share(listener: socket.socket, num_sockets: int) -> list[socket.socket]:
         listeners.append(socket.socket(listener.family, listener.type, listener.proto))
         listeners[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listeners[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        _show_what_clients_read(listeners[-1])
         listeners[-1].bind(listener.getsockname())
     return listeners
 

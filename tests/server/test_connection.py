@@ -11,12 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+import socket_server
 from scripted_client import steps
 from served import Served
 from socket_server import on_a_socket
 
 from outrider.engine.api import NewRequest, RequestOutput
-from outrider.server.http import connection, middleware
+from outrider.server.http import connection, http_server, middleware
 
 Serve = Callable[..., Served]
 VERSION = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -378,6 +379,43 @@ def test_a_client_that_reads_slowly_gets_all_of_its_answer(serve: Serve) -> None
     assert b"[DONE]" in received
 
 
+def asking_for_tokens(num_chars: int) -> bytes:
+    body = json.dumps({"prompt": "a1" * (num_chars // 2)}).encode()
+    head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: {len(body)}\r\n"
+    return f"{head}connection: close\r\n\r\n".encode() + body
+
+
+def test_what_a_slow_client_reads_counts_although_the_kernel_holds_much(serve: Serve) -> None:
+    with (
+        on_a_socket(serve(), send_timeout_s=1) as url,
+        connect(url, receive_buffer_bytes=4096) as client,
+    ):
+        client.sendall(asking_for_tokens(2_000_000))
+        received = client.recv(4096)
+        for _ in range(25):  # 300 kB a second
+            time.sleep(0.1)
+            received += client.recv(32_768, socket.MSG_WAITALL)
+        head, _, answer = (received + to_the_end(client)).partition(b"\r\n\r\n")
+    assert f"content-length: {len(answer)}".encode() in head
+
+
+def test_beyond_the_budget_the_slowest_are_closed_first(serve: Serve) -> None:
+    served = serve()
+    with on_a_socket(served, max_unsent_bytes=2**20) as url:
+        late = [connect(url, receive_buffer_bytes=4096) for _ in range(4)]
+        for client in late:
+            client.sendall(asking_for_tokens(70_000))
+            time.sleep(1.2)  # until it is known to be late
+        reader = connect(url)
+        reader.sendall(asking_for_tokens(200_000))
+        head, _, answer = to_the_end(reader).partition(b"\r\n\r\n")
+        assert f"content-length: {len(answer)}".encode() in head
+        lengths = [len(to_the_end(client)) for client in late]
+        assert lengths[0] == min(lengths) < max(lengths) == lengths[-1]
+        for client in late:
+            client.close()
+
+
 def test_a_client_that_leaves_with_another_request_sent_ahead_frees_its_sequences(
     serve: Serve,
 ) -> None:
@@ -388,3 +426,29 @@ def test_a_client_that_leaves_with_another_request_sent_ahead_frees_its_sequence
             client.sendall(post(LENGTH, OK) + VERSION)
             until(lambda: len(served.client.submitted) == 1)
         until(lambda: len(served.client.aborted) == 1)
+
+
+def test_a_server_that_leaves_beside_unread_answers_logs_no_traceback(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_server, "FAREWELL_S", 0.2)
+    servers: list[Any] = []
+
+    def noting(*args: Any) -> Any:
+        servers.append(http_server.Server(*args))
+        return servers[-1]
+
+    monkeypatch.setattr(socket_server, "Server", noting)
+    served = serve(endless)
+    body = json.dumps({"prompt": "Hi", "stream": True}).encode()
+    with (
+        on_a_socket(served, send_buffer_bytes=4096, shutdown_timeout_s=0) as url,
+        connect(url, receive_buffer_bytes=4096) as client,
+    ):
+        client.sendall(post(f"{JSON}content-length: {len(body)}\r\n", body))
+        (server,) = servers
+        until(lambda: any(each.flow.write_paused for each in server.server_state.connections))
+        server._loop.call_soon_threadsafe(server.drain)
+        until(lambda: server.should_exit)
+    assert "Traceback" not in caplog.text
+    assert not [each for each in caplog.records if each.exc_info or each.levelname == "ERROR"]
