@@ -74,16 +74,19 @@ class Answer(ABC):
     async def _failed(self, error: APIError) -> str:
         """The event that ends a stream after an error."""
 
-    async def respond(self, http: Request) -> Response:
-        """Generate, as a stream or as a whole; stops if the client disconnects."""
+    async def _start(self) -> Generation:
         service = self._service
-        generation = await Generation.start(
+        self._generation = await Generation.start(
             service.client,
             self._samples,
             service.metrics,
             service.settings.request_timeout_s,
         )
-        self._generation = generation
+        return self._generation
+
+    async def respond(self, http: Request) -> Response:
+        """Generate, as a stream or as a whole; stops if the client disconnects."""
+        generation = await self._start()
         http.scope["state"]["facts"] = lambda: self._facts(generation)
         if self._stream:
             events = self._events(generation)

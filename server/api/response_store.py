@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Protocol
 
 ENTRY_BYTES = 1024  # memory of a stored response, besides its JSON
 ITEM_BYTES = 256  # memory of one of its input items, besides its JSON
@@ -16,6 +17,7 @@ class StoredResponse:
     input_items: tuple[tuple[str, bytes], ...]  # of its own request: each one's id and JSON
     conversation: bytes  # the items of everything before it, and its output
     key: str | None  # digest of the API key that owns it
+    in_background: bool  # it was made so
 
     @property
     def num_bytes(self) -> int:
@@ -23,13 +25,27 @@ class StoredResponse:
         return ENTRY_BYTES + items + len(self.response) + len(self.conversation)
 
 
+class Running(Protocol):
+    """A response in the background that is not done yet."""
+
+    key: str | None  # as of a stored one
+
+    def told(self) -> str:
+        """Its JSON, as far as it has come."""
+
+    async def cancel(self) -> None:
+        """End it; it is stored then."""
+
+
 class ResponseStore:
-    """The most recently used responses, up to a number of bytes, in the memory of this process."""
+    """The most recently used responses, up to a number of bytes, in the memory of this process; and
+    those that are running in the background."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.running: dict[str, Running] = {}  # by id
 
     @property
     def keeps(self) -> bool:
@@ -42,6 +58,11 @@ class ResponseStore:
             return None
         self._stored.move_to_end(response_id)
         return stored
+
+    def get_running(self, response_id: str, key: str | None) -> Running | None:
+        """Like `get`, for one that is not done yet."""
+        running = self.running.get(response_id)
+        return running if running is not None and running.key == key else None
 
     def put(self, stored: StoredResponse) -> None:
         """Keep it, and drop the least recently used; one that is too large is not kept at all."""

@@ -1,5 +1,7 @@
 """POST /v1/responses, and the responses that have been stored."""
 
+import asyncio
+import logging
 import time
 import uuid
 from collections import deque
@@ -8,10 +10,11 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from ..http.api_keys import request_key
-from ..http.bodies import json_bytes
-from ..http.errors import APIError
+from ..http.bodies import Held, json_bytes
+from ..http.errors import APIError, from_exception, invalid_value, unsupported
 from ..text.message_parser import Part, Text
 from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
@@ -34,6 +37,8 @@ from .stored_responses import Keeper, earlier_items
 from .streaming import obfuscation, server_sent
 from .translation import renamed_fields
 
+log = logging.getLogger("outrider.server.requests")
+
 # Fields that have other names here than in chats.
 FIELDS = {
     "messages": "input",
@@ -49,6 +54,7 @@ async def create_response(
 ) -> Answer:
     """The answer to a responses request; raises APIError."""
     await service.check_fields(body, http)
+    _check_background(body, store)
     body = service.sampling_defaults.fill(body)  # the response reports them
     json, earlier = await earlier_items(service, store, body, http)
     with renamed_fields(FIELDS):
@@ -57,7 +63,9 @@ async def create_response(
     keeper = None
     if body.store and store.keeps:
         key = request_key(http)
-        keeper = await off_loop(json_bytes(http), Keeper, store, json, body.items, key)
+        keeper = await off_loop(
+            json_bytes(http), Keeper, store, json, body.items, key, body.background
+        )
     return _ResponsesAnswer(service, body, chat, samples, keeper)
 
 
@@ -71,6 +79,21 @@ async def count_input_tokens(
         chat = await off_loop(json_bytes(http), body.as_chat, earlier)
         count = await num_prompt_tokens(service, chat)
     return InputTokensCount(object="response.input_tokens", input_tokens=count)
+
+
+def _check_background(body: ResponsesRequest, store: ResponseStore) -> None:
+    if body.background and body.stream:
+        raise unsupported(
+            "stream",
+            "A response in the background is not streamed: ask for it (GET /v1/responses/{id}) "
+            "until its status is final.",
+        )
+    if body.background and not (body.store and store.keeps):
+        raise invalid_value(
+            "background",
+            "background needs store: true, and a server that keeps responses "
+            "(server.response_store_bytes, server.api_workers).",
+        )
 
 
 class _ResponsesAnswer(Answer):
@@ -93,9 +116,40 @@ class _ResponsesAnswer(Answer):
         self._items = OutputItems(service.message_format)
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created_at = int(time.time())
-        self._status: Status = "in_progress"
+        self._in_background = body.background
+        self._status: Status = "queued" if body.background else "in_progress"
         self._error: dict[str, Any] | None = None
         self._num_events = 0
+
+    async def respond(self, http: Request) -> Response:
+        if not self._in_background:
+            return await super().respond(http)
+        assert self._keeper is not None
+        generation, held = await self._start(), http.state.held.pass_on()
+        running = _Background(self, self._id, self._keeper, generation, held)
+        await asyncio.sleep(0)  # it begins: a task that has not begun would end without a trace
+        return Response(running.told(), media_type="application/json")
+
+    async def finish_in_background(self, generation: Generation) -> None:
+        """Generate to the end, whatever that is; the response is kept."""
+        start_s = time.perf_counter()
+        try:
+            await self._whole(generation)
+            return
+        except asyncio.CancelledError:
+            self._cancel()
+        except Exception as error:
+            self._fail(reason := from_exception(error))
+            if reason.status_code == 500 and reason is not error:
+                log.exception("a response in the background failed")
+        finally:
+            facts = self._facts(generation)
+            self._service.metrics.observe(facts | {"duration_s": time.perf_counter() - start_s})
+        await self._finish()
+
+    def told(self) -> str:
+        """The response as JSON, as far as it has come."""
+        return self._response().to_json()
 
     async def _events(self, generation: Generation) -> AsyncIterator[str]:
         for name in ("created", "in_progress"):
@@ -117,16 +171,26 @@ class _ResponsesAnswer(Answer):
             self._with_trace(delta, self._added(delta))
         return await self._finish()
 
-    async def _failed(self, error: APIError) -> str:
+    def _cancel(self) -> None:
+        """End the response, unless it has ended, with what there is of it."""
+        if self._status in ("queued", "in_progress"):
+            self._status = "cancelled"
+            deque(self._items.close("incomplete"), maxlen=0)
+
+    def _fail(self, error: APIError) -> None:
         self._status = "failed"
         code = error.code if error.status_code < 500 else "server_error"
         self._error = {"code": code, "message": error.message}
+
+    async def _failed(self, error: APIError) -> str:
+        self._fail(error)
         told = await self._written(self._num_logprobs, self._response().to_json)
         return await self._written(self._num_logprobs, self._told, "failed", told)
 
     def _added(self, delta: Delta) -> Iterator[Event]:
         """Add to the output; returns the events that report it."""
         self._count(delta)
+        self._status = "in_progress"
         if self._with_logprobs:
             self._tokens += delta.tokens
         for part in delta.parts:
@@ -196,7 +260,7 @@ class _ResponsesAnswer(Answer):
             created_at=self._created_at,
             completed_at=int(time.time()) if self._status == "completed" else None,
             status=self._status,
-            background=False,
+            background=self._in_background,
             error=self._error,
             incomplete_details=cut_off,
             model=self._service.model_name,
@@ -218,6 +282,40 @@ class _ResponsesAnswer(Answer):
             output_tokens_details=OutputTokensDetails(reasoning_tokens=sum(self._reasoning_tokens)),
             total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
         )
+
+
+class _Background:
+    """A response that goes on without its client, until it ends or is cancelled."""
+
+    def __init__(
+        self,
+        answer: _ResponsesAnswer,
+        response_id: str,
+        keeper: Keeper,
+        generation: Generation,
+        held: Held,
+    ) -> None:
+        self.key = keeper.key
+        self._answer = answer
+        keeper.store.running[response_id] = self
+        self._task = asyncio.create_task(self._run(response_id, keeper.store, generation, held))
+
+    async def _run(
+        self, response_id: str, store: ResponseStore, generation: Generation, held: Held
+    ) -> None:
+        try:
+            await self._answer.finish_in_background(generation)
+        finally:
+            del store.running[response_id]
+            held.hold(0)
+            await generation.aclose()
+
+    def told(self) -> str:
+        return self._answer.told()
+
+    async def cancel(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
 
 
 def _told_again(body: ResponsesRequest) -> dict[str, Any]:

@@ -83,7 +83,6 @@ class ResponseStreamOptions(APIRequest):
 class ResponsesRequest(SamplingFields):
     other_names: ClassVar = SamplingFields.other_names | {"n_predict": "max_output_tokens"}
     refused_fields: ClassVar[Mapping[str, tuple[object, ...]]] = REFUSED | {
-        "background": (False,),
         "context_management": ([],),
         "conversation": (),
         "image": (),
@@ -111,6 +110,7 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: NumLogprobs = 0
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
     store: bool = True
+    background: bool = False
     previous_response_id: str | None = None
     metadata: Metadata = Field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -205,7 +205,7 @@ class ResponseUsage(APIResponse):
     total_tokens: int
 
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class ResponseObject(APIResponse):

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..http.api_keys import request_key
-from ..http.errors import APIError, invalid_value
+from ..http.errors import APIError, invalid_value, unsupported
 from .input_items import InputItem, Item
 from .off_loop import off_loop
 from .response_store import ResponseStore, StoredResponse
@@ -56,12 +56,18 @@ class Keeper:
     take 25 times as much."""
 
     def __init__(
-        self, store: ResponseStore, earlier: bytes, items: list[Item], key: str | None
+        self,
+        store: ResponseStore,
+        earlier: bytes,
+        items: list[Item],
+        key: str | None,
+        in_background: bool,
     ) -> None:
-        self._store = store
+        self.store = store
         self._conversation = _joined(earlier, _json_of(items))
         self._input_items = tuple(map(_input_item, items))
-        self._key = key
+        self.key = key
+        self._in_background = in_background
 
     def stored(self, response_id: str, told: str, output: list[dict[str, Any]]) -> StoredResponse:
         """What is kept of the response with this JSON and these items of output."""
@@ -70,11 +76,12 @@ class Keeper:
             response=told.encode(),
             input_items=self._input_items,
             conversation=_joined(self._conversation, _json_of(_ITEMS.validate_python(output))),
-            key=self._key,
+            key=self.key,
+            in_background=self._in_background,
         )
 
     def keep(self, stored: StoredResponse) -> None:
-        self._store.put(stored)
+        self.store.put(stored)
 
 
 def _json_of(items: list[Item]) -> bytes:
@@ -89,8 +96,25 @@ def _joined(first: bytes, then: bytes) -> bytes:
 
 
 def stored_response(store: ResponseStore, response_id: str, http: Request) -> Response:
-    """Raises APIError if the response is not stored, or belongs to another key."""
+    """The response, also one that is not done yet; raises APIError if there is none, or if it
+    belongs to another key."""
+    if http.query_params.get("stream", "false") != "false":
+        raise unsupported("stream", "Stored responses are not streamed: leave stream out.")
+    running = store.get_running(response_id, request_key(http))
+    told = _kept(store, response_id, http).response if running is None else running.told()
+    return Response(told, media_type="application/json")
+
+
+async def cancel_response(store: ResponseStore, response_id: str, http: Request) -> Response:
+    """End a response in the background; one that has ended already stays as it is. Raises APIError
+    like `stored_response`, and for one that was not made in the background."""
+    if (running := store.get_running(response_id, request_key(http))) is not None:
+        await running.cancel()
     stored = _kept(store, response_id, http)
+    if not stored.in_background:
+        raise invalid_value(
+            None, "Only a response that was made with background: true can be cancelled."
+        )
     return Response(stored.response, media_type="application/json")
 
 
@@ -124,8 +148,10 @@ def stored_input_items(
     return Response(body, media_type="application/json")
 
 
-def delete_response(store: ResponseStore, response_id: str, http: Request) -> None:
-    """Raises APIError like `stored_response`."""
+async def delete_response(store: ResponseStore, response_id: str, http: Request) -> None:
+    """Raises APIError like `stored_response`; one that is not done yet is cancelled."""
+    if (running := store.get_running(response_id, request_key(http))) is not None:
+        await running.cancel()
     store.delete(_kept(store, response_id, http))
 
 
@@ -133,8 +159,17 @@ def _kept(
     store: ResponseStore, response_id: str, http: Request, *, param: str | None = None
 ) -> StoredResponse:
     """`param`: the field that names the response, if it is not named by the path."""
-    if (stored := store.get(response_id, request_key(http))) is not None:
+    key = request_key(http)
+    if (stored := store.get(response_id, key)) is not None:
         return stored
+    if store.get_running(response_id, key) is not None:
+        raise APIError(
+            409,
+            f"The response {response_id[:80]!r} is not done yet: ask for it until its status is "
+            "final.",
+            code="response_in_progress",
+            param=param,
+        )
     raise APIError(
         400 if param else 404,
         f"The response {response_id[:80]!r} is not kept: it was not stored, or was dropped "

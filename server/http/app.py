@@ -46,7 +46,12 @@ from ..api.responses_protocol import (
 )
 from ..api.sampling_defaults import NEUTRAL, SamplingDefaults
 from ..api.service import VERSION, Service
-from ..api.stored_responses import delete_response, stored_input_items, stored_response
+from ..api.stored_responses import (
+    cancel_response,
+    delete_response,
+    stored_input_items,
+    stored_response,
+)
 from ..api.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -226,7 +231,7 @@ def _add_responses_routes(router: APIRouter, service: Service, store: ResponseSt
 
     @router.get("/responses/{response_id}", response_model=ResponseObject)
     async def response(response_id: str, request: Request) -> Response:
-        """A response that was stored."""
+        """A response that was stored, or that is made in the background."""
         return stored_response(store, response_id, request)
 
     @router.get("/responses/{response_id}/input_items", response_model=ResponseItemList)
@@ -242,9 +247,14 @@ def _add_responses_routes(router: APIRouter, service: Service, store: ResponseSt
             store, response_id, request, limit=limit, order=order, after=after
         )
 
+    @router.post("/responses/{response_id}/cancel", response_model=ResponseObject)
+    async def cancel(response_id: str, request: Request) -> Response:
+        """End a response that is made in the background."""
+        return await cancel_response(store, response_id, request)
+
     @router.delete("/responses/{response_id}")
     async def delete(response_id: str, request: Request) -> DeletedResponse:
-        delete_response(store, response_id, request)
+        await delete_response(store, response_id, request)
         return DeletedResponse(id=response_id, object="response", deleted=True)
 
 

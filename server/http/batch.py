@@ -99,8 +99,9 @@ async def _answer(http: httpx.AsyncClient, engine: EngineClient, line: bytes) ->
         message = f"{place}: {problem['msg']}".removeprefix(": ")
         return told | {"custom_id": _id_of(line), "error": _invalid_line(message)}
     told["custom_id"] = request.custom_id
-    if request.body.get("stream"):
-        return told | {"error": _invalid_line("stream: a batch is answered as a whole")}
+    for name in ("stream", "background"):
+        if request.body.get(name):
+            return told | {"error": _invalid_line(f"{name}: a batch is answered as a whole")}
     try:
         reply = await _reply(http, engine, request)
     except (ValueError, httpx.InvalidURL) as error:  # ValueError: NaN is no JSON

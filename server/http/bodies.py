@@ -51,6 +51,12 @@ class Held:
         self._bodies.take(num_bytes - self._bytes)
         self._bytes = num_bytes
 
+    def pass_on(self) -> "Held":
+        """What it holds, for work that goes on after the request; it holds nothing any more."""
+        other = Held(self._bodies)
+        other._bytes, self._bytes = self._bytes, 0
+        return other
+
     def arrived(self, num_bytes: int) -> None:
         """More bytes of the body have come; raises APIError."""
         self.hold(self._bytes + num_bytes)

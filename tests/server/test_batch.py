@@ -66,6 +66,7 @@ def test_line_that_is_no_request_is_an_error_of_its_own(serve: Serve) -> None:
         "{\n",
         '{"custom_id": "a"}\n',
         line("b", {"prompt": "Hi", "stream": True}),
+        line("g", {"input": "Hi", "background": True}, "/v1/responses"),
         line("c", {}),
         '{"custom_id": "n", "body": ' + "[" * 5000 + "]" * 5000 + "}\n",
         line("u", {"prompt": "caf\udce9"}).replace("\\udce9", "\udce9"),  # of Latin-1
@@ -75,6 +76,7 @@ def test_line_that_is_no_request_is_an_error_of_its_own(serve: Serve) -> None:
     assert "Invalid JSON" in errors[None]  # type: ignore[index]
     assert "url: Field required" in errors["a"]
     assert "stream" in errors["b"]
+    assert "background" in errors["g"]
     assert errors["c"] is None
     assert told["d"]["response"]["status_code"] == 200
 

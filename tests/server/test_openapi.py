@@ -31,6 +31,7 @@ CASES = [
     ("GET", "/v1/responses/{response_id}", GenerationMode.POSITIVE),
     ("GET", "/v1/responses/{response_id}/input_items", GenerationMode.POSITIVE),
     ("DELETE", "/v1/responses/{response_id}", GenerationMode.POSITIVE),
+    ("POST", "/v1/responses/{response_id}/cancel", GenerationMode.POSITIVE),
     *(
         ("GET", path, GenerationMode.POSITIVE)
         for path in ("/tokenizer_info", "/health", "/live", "/ready", "/version", "/metrics")

@@ -432,7 +432,8 @@ def test_response_belongs_to_the_key_it_was_asked_with(serve: Serve, tokenizer: 
         ),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1, or -1"),
         ({"max_output_tokens": 5000}, "input", "maximum context length"),
-        ({"background": True}, "background", "not supported"),
+        ({"background": True, "stream": True}, "stream", "not streamed"),
+        ({"background": True, "store": False}, "background", "needs store: true"),
         ({"conversation": "x"}, "conversation", "not supported"),
         ({"truncation": "auto"}, "truncation", "not supported"),
         (
