@@ -110,7 +110,7 @@ class NewRequest:
 
     Waiting sequences start in order of `priority`, the lowest number first, then of arrival;
     preemption goes the other way round. Only sequences with the same `cache_salt` share cached
-    pages. With `tells_drafts`, the outputs list every draft, also the rejected ones.
+    pages. With `returns_drafts`, the outputs list every draft, also the rejected ones.
     With `reports_prompt`, each step that computes a part of the prompt has an output.
 
     `predicted_token_ids` is what the client expects of the answer. Where the answer goes on so, the
@@ -122,7 +122,7 @@ class NewRequest:
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
-    tells_drafts: bool = False
+    returns_drafts: bool = False
     reports_prompt: bool = False
     predicted_token_ids: list[int] = field(default_factory=list)
 
@@ -152,7 +152,7 @@ class RequestOutput:
     that the request's own edits of the logits had banned every token.
 
     `draft_token_ids` are the drafts of the step that produced `token_ids`, if the request set
-    `tells_drafts`. `token_ids` begins with the accepted ones; the token after them is recovered,
+    `returns_drafts`. `token_ids` begins with the accepted ones; the token after them is recovered,
     or a bonus token if all were accepted. `is_predicted` says that the step's drafts are from the
     request's prediction.
     """

@@ -43,9 +43,9 @@ class Request:
         # Leading tokens that need no (more) logits for prompt_logprobs.
         scores_prompt = new.params.prompt_logprobs is not None
         self.num_scored_tokens = 0 if scores_prompt else self.num_prompt_tokens
-        # Drafts of the step in flight that samples for it; None if there is no such step.
+        # Drafts of the step in flight that draws for it; None if there is no such step.
         self.num_drafts_in_flight: int | None = None
-        self.tells_drafts = new.tells_drafts
+        self.returns_drafts = new.returns_drafts
         self.reports_prompt = new.reports_prompt
         self.predicted_token_ids = new.predicted_token_ids
 
@@ -71,7 +71,7 @@ class Request:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a step that the host has not read yet samples for it."""
+        """Whether a step that the host has not read yet draws for it."""
         return self.num_drafts_in_flight is not None
 
     @property

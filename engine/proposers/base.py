@@ -29,7 +29,7 @@ class Source(ABC):
     def wish(self, request: Request) -> Wish | None:
         """What it would draft in the next step; None: it does not know yet, or nothing.
 
-        Called once for every step that samples.
+        Called once for every step that draws for it.
         """
         return None
 

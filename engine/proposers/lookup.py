@@ -90,7 +90,7 @@ class Lookup(Source):
 
     def propose(self, plan: Plan, wanted: Counts) -> Counts:
         found = []
-        for scheduled in plan.sampled:
+        for scheduled in plan.drawing:
             if (line := self._line(scheduled.request)) is None:
                 continue
             drafts = self._drafts_of(scheduled)

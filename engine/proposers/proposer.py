@@ -54,14 +54,14 @@ class Proposer:
         return None
 
     def propose(self, plan: Plan) -> list[int]:
-        """Draft up to `max_drafts` tokens for each sampled sequence of a plan.
+        """Draft up to `max_drafts` tokens for each drawing sequence of a plan.
 
         Where the plan has a wish, its source drafts and no other.
         Returns k_i of every sequence: that many drafts lie in its slot, after the known tokens.
         What a source that fails should have drafted for is left to the next ones; without drafts
         a sequence decodes plainly in the same step.
         """
-        left = {scheduled.slot: scheduled.max_drafts for scheduled in plan.sampled}
+        left = {scheduled.slot: scheduled.max_drafts for scheduled in plan.drawing}
         drafted: Counts = {}
         for source in self.sources:
             try:
@@ -73,7 +73,7 @@ class Proposer:
                 continue
             drafted |= counts
             left = {slot: k for slot, k in left.items() if slot not in counts}
-            for scheduled in plan.sampled:
+            for scheduled in plan.drawing:
                 if counts.get(scheduled.slot, 0) > 0:
                     scheduled.source = source.name
         return [drafted.get(scheduled.slot, 0) for scheduled in plan.scheduled]
@@ -84,7 +84,7 @@ class Proposer:
             return left
         return {
             scheduled.slot: min(left[scheduled.slot], scheduled.max_drawn)
-            for scheduled in plan.sampled
+            for scheduled in plan.drawing
             if scheduled.slot in left
         }
 

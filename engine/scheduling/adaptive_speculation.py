@@ -1,14 +1,14 @@
 """Chooses k, the number of drafts, by measured cost. k = 0 is one of the choices.
 
-A step with k drafts emits `1 + sum_j P(the first j drafts stand)` tokens for each sequence. How
-long it takes depends on the machine, the models and the batch. Both are measured while decoding.
+A step with k drafts emits `1 + sum_j P(the first j drafts are accepted)` tokens for each sequence.
+How long it takes depends on machine, models and batch. Both are measured while decoding.
 The k with the most tokens a second is used, and now and then another one is tried. A new batch size
 decodes plainly at first, then with one draft; from then on k is chosen from the costs known so far.
 So if no step can be timed, decoding stays plain. On a GPU, a server learns the costs before it is
 ready, from dummy sequences (`learning.py`).
 
-If the proposer can see how likely its drafts are to stand, each sequence drafts for as long as this
-pays: while the chance that the next draft stands is worth more than its time, at the present number
+If the proposer can see how likely its drafts are to be accepted, each sequence drafts for as long
+as this pays: while the chance of the next draft is worth more than its time, at the present number
 of tokens a second. Then only one choice is left here: to draft, or not to.
 """
 
@@ -25,7 +25,7 @@ PRIOR_ACCEPTANCE, PRIOR_STEPS = 0.7, 8  # acceptance assumed at first, and its w
 ACCEPTANCE_WEIGHT = 1 / 48  # least weight of a step in the running acceptance
 NUM_TIMES, MIN_TIMES = 9, 4  # for each batch size and k: step times kept, and needed
 UNLIKELY = 0.1  # chance below which no draft pays, whatever it costs
-NUM_RECENT = 32  # steps that tell the present number of tokens a second
+NUM_RECENT = 32  # steps that show the present number of tokens a second
 MIN_GAIN = 1.02  # another k must promise this much more, so that noise changes nothing
 LEAST_ROW_COST = 0.01  # of a row for each sequence, lest noise make rows free
 CLOSE = 0.9  # another k that promises at least so much costs next to nothing to try
@@ -50,7 +50,7 @@ class AdaptiveSpeculation:
         """
         self._max_k, self._stops_early = max_k, stops_early
         self._first_ks = [k for k in first_ks if k <= max_k]
-        # [max_k] P(draft j stands | those before it stood), and how many steps measured it
+        # [max_k] P(draft j is accepted | those before it are), and how many steps measured it
         self._acceptance = [PRIOR_ACCEPTANCE] * max_k
         self._num_seen = [PRIOR_STEPS] * max_k
         # By batch bucket.
@@ -88,13 +88,13 @@ class AdaptiveSpeculation:
         return self._first_unknown(self._costs_of(num_seqs)) is None
 
     def least_chance(self, num_seqs: int) -> float:
-        """How likely a sequence's drafts so far must stand for another one to pay; above 1, none
-        does.
+        """The lowest chance that all drafts so far are accepted at which one more pays; above 1:
+        never.
         """
         costs = self._costs_of(num_seqs)
         if not (self._stops_early and costs.is_known(0) and costs.is_known(1)):
             return UNLIKELY
-        # The next draft stands about as often as a first one does.
+        # The next draft is accepted about as often as a first one.
         return costs.tokens_for_a_draft() / self._acceptance[0]
 
     def accepted(self, k: int) -> float:
@@ -119,7 +119,7 @@ class AdaptiveSpeculation:
         elapsed_s: float | None,
         num_looked_up: int = 0,
     ) -> None:
-        """Learn from a step that drafted `wanted[i]` tokens for sequence i; `accepted[i]` stood.
+        """Learn from a step with `wanted[i]` drafts for sequence i, which accepted `accepted[i]`.
 
         k is the most drafts of a sequence that left the choice to us: one may get fewer, near its
         end or without room. None: every request named its own, and the time says nothing about our

@@ -31,7 +31,7 @@ class Committer:
             request = scheduled.request
             if scheduled.is_void:
                 continue
-            if scheduled.samples:
+            if scheduled.draws:
                 request.num_drafts_in_flight = scheduled.num_drafts
             self._memory.launch(scheduled.memory, scheduled.relative_end, scheduled.draft_end)
 
@@ -52,7 +52,7 @@ class Committer:
             if scheduled.is_void:
                 if scheduled.has_nan:  # others may find its pages
                     self._memory.forget(scheduled.memory)
-            elif scheduled.samples:
+            elif scheduled.draws:
                 outputs.append(self._commit_drawn(scheduled))
             elif output := self._commit_chunk(scheduled):
                 outputs.append(output)
@@ -70,19 +70,19 @@ class Committer:
         Looked-up drafts say nothing of a model's, for which k is chosen.
         """
         adaptive = self._sequences.adaptive
-        if adaptive is None or not plan.sampled:
+        if adaptive is None or not plan.drawing:
             return
-        sampled = [s for s in plan.sampled if not s.is_looked_up]
+        drawn = [s for s in plan.drawing if not s.is_looked_up]
         num_prefill_rows = sum(s.num_new_tokens for s in plan.scheduled) - len(plan.scheduled)
-        is_timed = plan.follows_another and times_decoding(num_prefill_rows, len(plan.sampled))
-        are_open = [s for s in sampled if s.request.params.num_speculative_tokens is None]
+        is_timed = plan.follows_another and times_decoding(num_prefill_rows, len(plan.drawing))
+        are_open = [s for s in drawn if s.request.params.num_speculative_tokens is None]
         adaptive.observe(
             max((s.num_drafts for s in are_open), default=None),
             plan.num_decoding,
-            [s.num_drafts for s in sampled],
-            [len(s.token_ids) - 1 for s in sampled],
+            [s.num_drafts for s in drawn],
+            [len(s.token_ids) - 1 for s in drawn],
             elapsed_s if is_timed else None,
-            sum(s.num_drafts for s in plan.sampled if s.is_looked_up),
+            sum(s.num_drafts for s in plan.drawing if s.is_looked_up),
         )
 
     def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:
@@ -115,8 +115,8 @@ class Committer:
             if num_accepted == 0 or request.draws_are_fixed or scheduled.has_nan:
                 self._start_over(request)
                 return request.output([])
-            # The accepted drafts lead to a dead end. They stand, as they would without speculation:
-            # to draw them again would favour tokens that lead elsewhere.
+            # The accepted drafts lead to a dead end. They are kept, as they would be in plain
+            # decoding: redrawing would bias the output away from dead ends.
             drawn = drawn[:num_accepted]
         request.hits.observe(*((num_drafts, num_accepted) if scheduled.is_looked_up else (0, 0)))
         if num_drafts:

@@ -56,14 +56,14 @@ class ScheduledRequest:
     token_ids: list[int] = field(default_factory=list)
     is_bad: bool = False  # its logits have a NaN, or none that is finite
     logprobs: list[TokenLogprobs] | None = None  # those of `token_ids`, if the request wants them
-    draft_token_ids: list[int] | None = None  # None unless the request `tells_drafts`
+    draft_token_ids: list[int] | None = None  # None unless the request `returns_drafts`
     slot: int = field(init=False)
     memory: SequenceMemory = field(init=False)  # that the step computes in
     # First token to compute, relative to the end of the known tokens: the last one is at -1.
     start: int = field(init=False)
     # Absolute end of the known tokens that this step computes: at most, if one is in flight.
     end: int = field(init=False)
-    samples: bool = field(init=False)  # it computes the last known token, so it draws new ones
+    draws: bool = field(init=False)  # it computes the last known token, so it draws new ones
     # How many of its prompt rows yield the logprob of the next prompt token.
     num_prompt_logits: int = field(init=False)
 
@@ -75,7 +75,7 @@ class ScheduledRequest:
             -1 if request.is_in_flight else self.memory.num_computed_tokens - request.num_tokens
         )
         self.end = request.most_tokens + self.start + self.num_new_tokens
-        self.samples = self.relative_end == 0
+        self.draws = self.relative_end == 0
         first = max(self.memory.num_computed_tokens, request.num_scored_tokens)
         last = min(self.end, request.num_prompt_tokens - 1)
         self.num_prompt_logits = 0 if request.is_in_flight else max(0, last - first)
@@ -136,28 +136,28 @@ class Plan:
             scheduled.num_drafts = count
 
     @property
-    def sampled(self) -> list[ScheduledRequest]:
+    def drawing(self) -> list[ScheduledRequest]:
         """The sequences that get new tokens in this step, in batch order."""
-        return [s for s in self.scheduled if s.samples]
+        return [s for s in self.scheduled if s.draws]
 
     @property
     def num_drafts_np(self) -> np.ndarray:
-        """k_i of each sampled sequence. Shape: [B]."""
-        return np.array([s.num_drafts for s in self.sampled], dtype=np.int64)
+        """k_i of each drawing sequence. Shape: [B]."""
+        return np.array([s.num_drafts for s in self.drawing], dtype=np.int64)
 
     @property
-    def tells_drafts(self) -> bool:
-        return any(s.request.tells_drafts for s in self.sampled)
+    def returns_drafts(self) -> bool:
+        return any(s.request.returns_drafts for s in self.drawing)
 
     @property
     def num_prompt_logits(self) -> int:
         return sum(s.num_prompt_logits for s in self.scheduled)
 
 
-def sampling_kind(sampled: list[ScheduledRequest]) -> tuple[bool, bool]:
+def sampling_kind(drawing: list[ScheduledRequest]) -> tuple[bool, bool]:
     """The SAMPLING_KINDS entry of these sequences."""
-    filters = any(s.request.params.is_filtered for s in sampled)
-    return filters, any(s.request.params.temperature > 0 for s in sampled)
+    filters = any(s.request.params.is_filtered for s in drawing)
+    return filters, any(s.request.params.temperature > 0 for s in drawing)
 
 
 def slots_of(scheduled: list[ScheduledRequest]) -> np.ndarray:

@@ -29,7 +29,7 @@ class Scheduler:
 
     Decoding sequences go before those in prefill, so that a long prompt, computed in chunks, delays
     no other sequence's next token. A sequence waits while another computes a prefix that it can
-    share; so samples of one prompt compute it only once, even if they arrive together. Sequences
+    share; so a prompt with n answers is computed only once, even if they arrive together. Sequences
     behind it in the queue may start meanwhile, and a prompt in chunks leaves rows to short prompts.
 
     When pages run out, drafts are given up first. Then the running sequence that is last in turn is
@@ -236,7 +236,7 @@ class Scheduler:
         if may_draft and request.is_in_flight and request.needs_host:
             k, may_draft = 0, False  # k has risen from 0 since `must_know`: from the next step on
         scheduled.is_drafted_for = k > 0
-        if scheduled.samples and may_draft:
+        if scheduled.draws and may_draft:
             # The last token needs no draft, since verification emits one more than it accepts.
             num_output_tokens = request.least_tokens - request.num_prompt_tokens
             room = min(

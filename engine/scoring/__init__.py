@@ -1,1 +1,1 @@
-"""The target's part of a step: it scores the drafts and decides which of them stand."""
+"""The target's part of a step: it scores the drafts and decides which to accept."""

@@ -22,7 +22,7 @@ def score_prompts(plan: Plan, logits: Tensor, num_logits_np: np.ndarray, vocab_s
     ----------
     logits
         num_logits[i] rows of sequence i: first those that score its prompt, if it asks for prompt
-        logprobs, then those that it samples from. Shape: [sum(num_logits), V].
+        logprobs, then those that it draws from. Shape: [sum(num_logits), V].
     num_logits_np
         Shape: [B].
     """

@@ -34,16 +34,16 @@ class Scorer:
         return scored._replace(logits=logits[index.clamp_max(len(logits) - 1)])
 
     def score(self, plan: Plan) -> Pass:
-        """A pass with logits of the last k_i + 1 rows of each sampled sequence: [sum(k_i + 1), V].
+        """A pass with logits of the last k_i + 1 rows of each drawing sequence: [sum(k_i + 1), V].
 
         Also starts copying to the host the prompt logprobs that this step scores.
         """
         query_lens_np = np.array([s.num_new_tokens for s in plan.scheduled])
         num_logits_np = np.array([s.num_prompt_logits for s in plan.scheduled])
         scores_prompts = num_logits_np.any()
-        samples_np = np.array([s.samples for s in plan.scheduled])
-        query_lens_np[samples_np] += plan.num_drafts_np
-        num_logits_np[samples_np] += plan.num_drafts_np + 1
+        draws_np = np.array([s.draws for s in plan.scheduled])
+        query_lens_np[draws_np] += plan.num_drafts_np
+        num_logits_np[draws_np] += plan.num_drafts_np + 1
         batch = HostBatch.build(
             slots_of(plan.scheduled),
             np.array([s.start for s in plan.scheduled]),

@@ -1,4 +1,4 @@
-"""Runs the verification kernels on a step's logits: which drafts stand, and what follows them."""
+"""Runs the verification kernels on a step's logits: what is accepted, and what follows."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -71,23 +71,23 @@ class Verifier:
                     self._phase.capture(self._dummies(size), (size, most, *kind), tensors)
 
     def verify(self, plan: Plan, logits: Tensor) -> list[np.ndarray] | None:
-        """Verify all sampled sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
+        """Verify all drawing sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
 
         Writes the drawn tokens into the slots, after each sequence's known tokens, and starts
         copying to the host what `read` needs: [B, K + 2] tokens; all drafts [B, K], if any request
-        `tells_drafts`; Logprobs, if any request wants them.
+        `returns_drafts`; Logprobs, if any request wants them.
         """
-        sampled = plan.sampled
-        if not sampled:
+        drawing = plan.drawing
+        if not drawing:
             return None
-        slots_np, num_drafts_np = slots_of(sampled), plan.num_drafts_np
+        slots_np, num_drafts_np = slots_of(drawing), plan.num_drafts_np
         drafts = []
-        if plan.tells_drafts:  # before verification overwrites the rejected ones
+        if plan.returns_drafts:  # before verification overwrites the rejected ones
             slot = uploaded(slots_np, self._slots.device)
             drafts = [self._slots.state.drafts(slot, self._slots.max_drafts)]
-        are_void_np = np.array([s.is_void for s in sampled])
+        are_void_np = np.array([s.is_void for s in drawing])
         edited_np = self._edits.asked_by(slots_np) & ~are_void_np
-        kind = sampling_kind(sampled)
+        kind = sampling_kind(drawing)
         if edited_np.all():
             drawn = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)
         elif not edited_np.any():
@@ -98,7 +98,7 @@ class Verifier:
             drawn = self._verify_slots(others_np, num_drafts_np, kind, logits)
             index = uploaded(edited_np.nonzero()[0], drawn.device)
             drawn[index] = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)
-        asks = [s.request.params.logprobs is not None for s in sampled]
+        asks = [s.request.params.logprobs is not None for s in drawing]
         logprobs = self._gather(plan, logits, drawn, np.array(asks)) if any(asks) else ()
         return on_host(drawn, *drafts, *logprobs)  # the only copy that every step makes
 
@@ -160,14 +160,14 @@ class Verifier:
         if drawn is None:
             return
         drawn_np, *others_np = drawn
-        drafts_np = others_np.pop(0) if plan.tells_drafts else None
+        drafts_np = others_np.pop(0) if plan.returns_drafts else None
         first = 0  # row of the next sequence that wants logprobs
         rows = drawn_np.tolist()
-        for i, scheduled in enumerate(plan.sampled):
+        for i, scheduled in enumerate(plan.drawing):
             *token_ids, is_bad = rows[i]
             scheduled.token_ids = [token_id for token_id in token_ids if token_id >= 0]
             scheduled.is_bad = bool(is_bad)
-            if drafts_np is not None and scheduled.request.tells_drafts:
+            if drafts_np is not None and scheduled.request.returns_drafts:
                 scheduled.draft_token_ids = drafts_np[i, : scheduled.num_drafts].tolist()
             num_top = scheduled.request.params.num_alternatives
             if num_top is not None:
@@ -226,7 +226,7 @@ class Verifier:
         rows = RequestRows.in_turn(np.arange(len(drawn)), num_rows_np)
         asking = rows.take(asking_np.repeat(num_rows_np))
         row, seq, column = uploaded(np.stack(asking), drawn.device)
-        params = [s.request.params for s in plan.sampled]
+        params = [s.request.params for s in plan.drawing]
         num_top = max(p.logprobs or 0 for p in params)
         num_top = min(num_top, self._slots.vocab_size)
         asked, token_ids = logits[row], drawn[seq, column]

@@ -15,7 +15,7 @@ _SEQS = 128  # numbers summed at once
 
 
 class BatchRows(NamedTuple):
-    """Where the rows of a batch stand, whichever model computes them. All: int64."""
+    """Where the rows of a batch are, whichever model computes them. All: int64."""
 
     slot_of_row: Tensor  # [T]
     positions: Tensor  # [T] absolute
@@ -41,7 +41,7 @@ def lay_out(
 
     A sequence has a slot, the position of its first row, its number of rows, and how many of the
     last of them get logits. The position is relative to `num_tokens`: the last known token is at
-    -1. Each row reads the token that stands `ahead` after its own.
+    -1. Each row reads the token `ahead` places after its own.
 
     Rows beyond those of the sequences are padding, at position 0 of the last slot, whose number of
     tokens is 0; logits beyond theirs are of row 0. Sequences may be padding, too: without rows.

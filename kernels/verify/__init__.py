@@ -1,1 +1,1 @@
-"""Kernels that draw drafts and decide which of them stand."""
+"""Kernels that draw drafts and decide which to accept."""

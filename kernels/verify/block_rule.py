@@ -1,4 +1,4 @@
-"""How many drafts stand under the rule `block`, once the open rows have been read."""
+"""How many drafts are accepted by the rule `block`, once the open rows have been read."""
 
 import torch
 

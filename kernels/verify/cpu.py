@@ -89,7 +89,7 @@ class LinesOfDrafts:
     slots: SlotState
     slots_np: np.ndarray  # [N] int64
     counts_np: np.ndarray  # [N] int64, k_i; then how many were drawn
-    # [N] float64: no draft follows drafts that are less likely than this to stand, all of them
+    # [N] float64: no draft follows if all drafts so far are less likely to be accepted than this
     least_chance_np: np.ndarray
     vocab_size: int
     kept: tuple[Tensor, Tensor] | None  # as in a Step

@@ -163,19 +163,19 @@ def _log_scales(request, k, num_columns, tests_ptr):
 def accept_tests(request, k, is_block, num_columns, tokens_ptr, rows):
     """What is known of a request once all its rows have their states.
 
-    Returns how many drafts stand as far as is known, and for each column: the row's own token,
-    whether the row must be read to know more, log P_j (0 except for `block`), and the uniform
-    number of the draft before it. For `block`, drafts stand up to the last i with P_i = 1; that row
-    and the later ones with u_i <= P_i must be read. For the other rules, the leading drafts that
-    equal their rows' own tokens stand.
+    Returns how many drafts are accepted as far as is known, and for each column: the row's own
+    token, whether the row must be read to know more, log P_j (0 except for `block`), and the
+    uniform number of the draft before it. For `block`, drafts are accepted up to the last i with
+    P_i = 1; that row and the later ones with u_i <= P_i must be read. For the other rules, the
+    leading drafts that equal their rows' own tokens are accepted.
     """
     column = tl.arange(0, COLUMNS)
     at = request * num_columns + column
     own = tl.load(rows.own + at, mask=column < num_columns, other=BAD)
     token = tl.load(tokens_ptr + column, mask=column < num_columns - 1, other=-1)
     own = tl.where(column <= k, own, BAD)
-    stands = (own == token) & (token >= 0) & (column < k)
-    accepted = tl.min(tl.where(stands, k, column), 0)
+    accepts = (own == token) & (token >= 0) & (column < k)
+    accepted = tl.min(tl.where(accepts, k, column), 0)
     wanted = column == accepted
     log_scale = tl.zeros((COLUMNS,), tl.float32)
     u = log_scale

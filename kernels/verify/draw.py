@@ -1,4 +1,4 @@
-"""How many drafts of a sampled request stand, and which token follows them.
+"""How many drafts of a sampled request are accepted, and which token follows them.
 
 The last token is drawn by inverse CDF in two stages: first a block, then a token inside it. Each
 takes 40 random bits and int64 weights, and only that one block is read. For `match`, see match.py.
@@ -93,7 +93,7 @@ def _draw_last_reference(
     accepted: torch.Tensor,
     row: torch.Tensor,
 ) -> torch.Tensor:
-    """Last token of the requests `b`, whose `accepted` drafts stand. Shape: [R]."""
+    """Last token of the requests `b`, with `accepted` drafts. Shape: [R]."""
     logits, vocab_size = step.logits, step.vocab_size
     own = step.sampling.take(b)
     inv_t = own.inverse_temperature()

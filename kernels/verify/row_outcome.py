@@ -2,9 +2,9 @@
 
 The own token of a greedy row is its argmax; under `match` it is chosen by the noise of its
 position; under `token` it is the draft if that is accepted, and otherwise the recovered token.
-Drafts that equal their rows' own tokens stand; the first own token that differs ends the step. The
-last row of a request to get here emits the outcome, or lists the rows that must be read again first
-(finish.py).
+Drafts that equal their rows' own tokens are accepted; the first own token that differs ends the
+step. The last row of a request to get here emits the outcome, or lists the rows that must be read
+again first (finish.py).
 """
 
 from typing import NamedTuple

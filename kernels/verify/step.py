@@ -45,7 +45,7 @@ class Step(NamedTuple):
     slot: Tensor  # [B] of any integers
     num_drafts: Tensor | None  # [B] int32, 0..K; None: no drafts
     max_drafts: int  # K
-    # [B] of any integers: how many drafts of the step stand before the one to draw; None: these are
+    # [B] of any integers: how many drafts of the step come before the one to draw; None: these are
     # no draws of drafts, but what verification emits
     offset: Tensor | None
     # [num_slots, K', V'] raw draft logits, and states: [num_slots, K, 4] float32, K' <= K. Draws of
@@ -166,7 +166,7 @@ def row_index_reference(step: GatheredStep) -> Tensor:
 
 
 def outcome_reference(draft_ids: Tensor, accepted: Tensor, last: Tensor, bad: Tensor) -> Tensor:
-    """The drafts that stand, then the last token, then -1; and whether a row up to it is bad.
+    """The accepted drafts, then the last token, then -1; and whether a row up to it is bad.
 
     Shape: draft_ids [B, K + 1] int64; accepted, last [B] int64; bad [B, K + 1] bool, whether each
     row is bad -> [B, K + 2].
@@ -213,7 +213,7 @@ def in_slot(request, step):
 
 @triton.jit
 def emit(request, accepted, last, is_bad, num_columns, slot, anchor, tokens_ptr, step, out_ptr):
-    """Write a request's outcome: the drafts that stand, then the last token, then -1; in the last
+    """Write a request's outcome: the accepted drafts, then the last token, then -1; in the last
     column of `out_ptr` [B, K + 2], whether a row is bad. A slot gets the tokens and then 0, and
     knows them unless they are a draft.
 

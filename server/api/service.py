@@ -295,7 +295,7 @@ class Service:
                     params=params[index % fields.num_samples],
                     priority=fields.priority,
                     cache_salt=self.cache_salt(fields, key),
-                    tells_drafts=fields.speculation.trace,
+                    returns_drafts=fields.speculation.trace,
                     reports_prompt=fields.return_progress and fields.stream,
                     predicted_token_ids=list(predicted),
                 ),

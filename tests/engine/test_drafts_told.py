@@ -32,7 +32,7 @@ def run(
     engine.submit(
         [
             NewRequest(
-                request_id=str(i), prompt_token_ids=prompt, params=p, tells_drafts=i in tellers
+                request_id=str(i), prompt_token_ids=prompt, params=p, returns_drafts=i in tellers
             )
             for i, (prompt, p) in enumerate(zip(PROMPTS, params, strict=True))
         ]

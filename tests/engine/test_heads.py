@@ -141,7 +141,7 @@ def check_drafts(engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch) 
         slots = engine.worker.slots
         got, sequences, drafts = [], [], []
         for scheduled, k in zip(plan.scheduled, counts, strict=True):
-            if not scheduled.samples:
+            if not scheduled.draws:
                 continue
             slot = scheduled.slot
             checked.append(k)

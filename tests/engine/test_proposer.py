@@ -37,12 +37,12 @@ class Scripted(Source):
 
 def plan(*max_drafts: int) -> Any:
     """Sequences in slots 10, 11, … and one more, in slot 9, that reads its prompt."""
-    reads = SimpleNamespace(slot=9, samples=False, max_drafts=0, max_drawn=0, source=None)
-    sampled = [
-        SimpleNamespace(slot=10 + i, samples=True, max_drafts=k, max_drawn=k, source=None)
+    reads = SimpleNamespace(slot=9, draws=False, max_drafts=0, max_drawn=0, source=None)
+    drawing = [
+        SimpleNamespace(slot=10 + i, draws=True, max_drafts=k, max_drawn=k, source=None)
         for i, k in enumerate(max_drafts)
     ]
-    return SimpleNamespace(scheduled=[reads, *sampled], sampled=sampled)
+    return SimpleNamespace(scheduled=[reads, *drawing], drawing=drawing)
 
 
 def test_a_sequence_is_drafted_for_by_the_first_source_that_takes_it() -> None:
@@ -52,7 +52,7 @@ def test_a_sequence_is_drafted_for_by_the_first_source_that_takes_it() -> None:
     assert Proposer([first, second]).propose(step) == [0, 3, 2, 0, 0]
     assert first.asked == [{10: 3, 11: 3, 12: 3, 13: 0}]
     assert second.asked == [{10: 3, 13: 0}]
-    assert [s.source for s in step.sampled] == ["draft_model", "prediction", None, None]
+    assert [s.source for s in step.drawing] == ["draft_model", "prediction", None, None]
 
 
 def test_a_source_that_fails_leaves_its_sequences_to_the_next(

@@ -161,7 +161,7 @@ def asked_and_answered(
             outputs += plain.step()
         answer = whole(outputs)
         new = replace(
-            new, tells_drafts=rng.random() < 0.2, predicted_token_ids=predicted(rng, answer[0])
+            new, returns_drafts=rng.random() < 0.2, predicted_token_ids=predicted(rng, answer[0])
         )
         found.append((new, answer))
     return found

@@ -104,7 +104,7 @@ def test_an_answer_takes_no_more_than_it_was_estimated_to_take(
 ) -> None:
     def play(request: NewRequest) -> list[RequestOutput]:
         ids = [70 + i % 50 for i in range(request.params.max_tokens)]
-        size = 1 if request.tells_drafts else 4  # whichever takes more
+        size = 1 if request.returns_drafts else 4  # whichever takes more
         return steps(request, ids, sizes=repeat(size), num_drafts=4)
 
     def ask(served: Served) -> Any:

@@ -143,7 +143,7 @@ def test_the_first_difference_is_shown(target: Path, monkeypatch: pytest.MonkeyP
 
     def other(self: Verifier, plan: Any, drawn: Any) -> None:
         read(self, plan, drawn)
-        for scheduled in plan.sampled:
+        for scheduled in plan.drawing:
             if scheduled.num_drafts:
                 scheduled.token_ids[-1] = (scheduled.token_ids[-1] + 1) % 50
 

@@ -120,7 +120,7 @@ def test_nothing_is_told_unasked(serve: Serve) -> None:
     for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
         choice = post(served.app, body | {"speculation": {}}, path=path).json()["choices"][0]
         assert "trace" not in choice
-    assert not any(new.tells_drafts for each in served.client.submitted for new in each)
+    assert not any(new.returns_drafts for each in served.client.submitted for new in each)
 
 
 def test_each_of_several_samples_has_its_own(serve: Serve) -> None:

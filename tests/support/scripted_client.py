@@ -162,7 +162,7 @@ def steps(
                 num_cached_tokens=cached_tokens,
                 num_draft_tokens=num_drafts * num_steps,
                 num_accepted_tokens=done - num_steps if num_drafts else 0,
-                draft_token_ids=_drafts(ids, num_drafts) if request.tells_drafts else None,
+                draft_token_ids=_drafts(ids, num_drafts) if request.returns_drafts else None,
             )
         )
     return outputs
