@@ -187,6 +187,7 @@ class EngineInfo:
     num_pages: int
     page_size_tokens: int
     cache_bytes: int
+    saved_by_windows_bytes: int = 0  # what layers with a window would take more if they kept all
     max_num_seqs: int
     num_speculative_tokens: int  # drawn from a model in one step, at most
     max_drafts: int  # of a sequence in one step, looked-up ones among them

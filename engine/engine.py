@@ -81,7 +81,8 @@ class Engine:
             max_model_len=self.sequences.max_model_len,
             num_pages=memory.num_usable_pages,
             page_size_tokens=pair.page_size,
-            cache_bytes=memory.num_pages * pair.page_bytes,
+            cache_bytes=worker.budget.num_bytes(memory.num_pages),
+            saved_by_windows_bytes=worker.budget.saved_bytes(memory.num_pages),
             max_num_seqs=self._config.scheduler.max_num_seqs,
             num_speculative_tokens=self._config.speculation.max_drafts,
             max_drafts=max_drafts,
@@ -93,12 +94,13 @@ class Engine:
 
     def _begin(self, num_pages: int, max_model_len: int, **learning: Any) -> None:
         config, slots, pair = self._config, self.worker.slots, self.worker.pair
+        budget = self.worker.budget
         self._in_flight = None
         memory = DeviceMemory(
-            num_pages,
+            budget.specs,
+            budget.of_groups(num_pages),
             pair.page_size,
             config.cache.prefix_caching,
-            lookahead=pair.head.lookahead if pair.head else 0,
             has_head=pair.head is not None,
             keeps_events=config.cache.kv_events_endpoint is not None,
         )

@@ -55,7 +55,7 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
     most = config.scheduler.max_num_seqs * pages_per_seq + 1
     if worker.device.type == "cpu":
         room_bytes = available_bytes() * config.cache.memory_fraction
-        return min(most, int(room_bytes) // pair.page_bytes)
+        return min(most, worker.budget.most_within(int(room_bytes)))
     report("measuring the largest step", 0, 1)
     step_bytes = largest_step_bytes(worker, config)
     if not config.enforce_eager:
@@ -64,9 +64,9 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
         worker.device,
         config.gpu_memory_utilization,
         step_bytes=step_bytes,
-        freed_bytes=pair.page_bytes,
+        freed_bytes=worker.budget.num_bytes(1),
     )
-    num_pages = num_bytes // pair.page_bytes
+    num_pages = worker.budget.most_within(num_bytes)
     return num_pages if config.cache.prefix_caching else min(most, num_pages)
 
 

@@ -18,6 +18,7 @@ from .api import ReportProgress
 from .config import ConfigError, EngineConfig
 from .cpu_share import CPUShare
 from .logit_edits import LogitEdits
+from .memory.budget import Budget
 from .models.batch_invariance import alike_thread_counts
 from .models.compiled_decoder import CompiledDecoder
 from .models.network import Pass
@@ -72,6 +73,15 @@ class Worker:
             self.device,
             self.pair.vocab_size,
             k if config.speculation.proposer == "draft_model" else 0,
+            len(self.pair.groups),
+        )
+        self.budget = Budget(
+            [group.spec for group in self.pair.groups],
+            self.pair.page_size,
+            config.scheduler.max_num_seqs,
+            self.slots.max_drafts,
+            config.scheduler.max_num_batched_tokens,
+            config.cache.prefix_caching,
         )
         self.edits = LogitEdits(self.slots)
         self.proposer = build_proposer(config, self.slots, self.edits, self.pair)
@@ -107,8 +117,19 @@ class Worker:
         ]
 
     def allocate(self, num_pages: int) -> None:
-        """Allocate the pages, replacing the present ones."""
-        self.pair.bind(num_pages, self.slots)
+        """Allocate so many pages for layers without a window, and what the others need.
+
+        They replace the present ones. Raises ValueError if the GPU has no room.
+        """
+        try:
+            self.pair.bind(self.budget.of_groups(num_pages), self.slots)
+        except torch.OutOfMemoryError as error:
+            num_gib = self.budget.num_bytes(num_pages) / 2**30
+            raise ValueError(
+                f"a KV cache of {num_pages} pages takes {num_gib:.2f} GiB, which the GPU does not "
+                "have; lower cache.num_pages, if it is set, or engine.gpu_memory_utilization "
+                f"({error})"
+            ) from None
 
     @torch.inference_mode()
     def rehearse(self) -> None:

@@ -1,16 +1,20 @@
 """What all sequences leave on the device: one allocator and one prefix cache for both models.
 
-A page holds the KV of the same token positions for the target and for the draft. A page that is
-found by its tokens is shared, never copied. That is safe because nobody writes to it again: only
-full pages of known tokens are recorded, and a sequence only ever writes KV after its computed
-tokens.
+A page holds the KV of the same token positions for all layers of a group. The first group is of the
+layers that attend to everything, of target and draft alike. Layers of the same window have a group
+of their own, in which a sequence holds only the pages that its next row attends to.
+
+A page that is found by its tokens is shared, never copied. That is safe because nobody writes to it
+again: only full pages of known tokens are recorded, and a sequence only ever writes KV after its
+computed tokens.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .pages import Pages
+from .pages import DUMMY_PAGE, Pages
 from .sequence import SequenceMemory
+from .spec import PagedSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +39,39 @@ PageEvent = PageStored | PageRemoved
 class DeviceMemory:
     """Gives pages to sequences, and lets them share those of equal prefixes.
 
-    A page's hash covers its own tokens, all tokens before them, and `lookahead` tokens after them:
-    a head's KV of a token depends on the next token too.
+    A sequence shares the pages of a prefix up to the last edge of a page at which all groups can go
+    on. A page's hash covers its own tokens, all tokens before them, and `lookahead` tokens after
+    them: a head's KV of a token depends on the next token too.
 
-    With `keeps_events`, `events` collects what the prefix cache gained and lost, until its reader
-    clears it. Pages of sequences with a `cache_salt` are private and never appear there.
+    With `keeps_events`, `events` collects what the prefix cache gained and lost in the first group,
+    until its reader clears it. Pages of sequences with a `cache_salt` are private and never appear
+    there.
     """
 
     def __init__(
         self,
-        num_pages: int,
+        specs: Sequence[PagedSpec],
+        num_pages: Sequence[int],
         page_size: int,
         prefix_caching: bool = True,
         *,
-        lookahead: int = 0,
         has_head: bool = False,
         keeps_events: bool = False,
     ) -> None:
-        """`has_head`: the draft cannot catch up, so pages without its KV are not shared."""
-        if num_pages < 2:
-            raise ValueError(f"the KV cache needs at least 2 pages, got {num_pages}")
-        self.num_pages = num_pages
+        """`specs`: of each group, the first without a window. `num_pages`: so many that no group
+        with a window has too few before the first has.
+
+        `has_head`: the draft cannot catch up, so pages without its KV are not shared.
+        """
+        if min(num_pages) < 2:
+            raise ValueError(f"the KV cache needs at least 2 pages, got {min(num_pages)}")
+        self.num_pages = num_pages[0]
         self.page_size = page_size
         self.prefix_caching = prefix_caching
-        self._lookahead, self._has_head = lookahead, has_head
-        self._pages = Pages(num_pages)
+        self._lookahead, self._has_head = max(spec.lookahead for spec in specs), has_head
+        self._groups = [
+            Pages(num, page_size, spec.window) for spec, num in zip(specs, num_pages, strict=True)
+        ]
         self._pages_with_draft: set[int] = set()  # whose draft KV is right
         self._keeps_events = keeps_events
         self._announced_hashes: set[bytes] = set()  # stored by an event, not removed yet
@@ -71,7 +83,7 @@ class DeviceMemory:
 
     @property
     def num_free_pages(self) -> int:
-        return self._pages.num_free
+        return self._groups[0].num_free
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -82,28 +94,30 @@ class DeviceMemory:
 
         If not, its cached pages are evicted last, for it will ask again.
         """
-        missing = self.pages_for(num_tokens) - self._pages.num_free
+        missing = self.pages_for(num_tokens) - self.num_free_pages
         if missing <= 0:
             return True
-        cached = self._cached_pages(memory, num_reusable)
-        free = [page for page in cached if self._pages.is_free(page)]
-        if missing <= len(cached) - len(free):  # those that others hold
-            return True
-        self._pages.reuse_last(reversed(free))
+        found = self._found(memory, num_reusable)
+        if missing <= sum(not self._groups[0].is_free(page) for page in found[0]):
+            return True  # others hold so many of its pages
+        for group, pages in zip(self._groups, found, strict=True):
+            held = [page for page in pages if page != DUMMY_PAGE]
+            group.reuse_last(page for page in reversed(held) if group.is_free(page))
         return False
 
     def attach_prefix(self, memory: SequenceMemory, num_reusable: int) -> int:
-        """Share all cached pages of the first `num_reusable` tokens; returns how many tokens."""
-        draft_is_valid = True
-        for page in self._cached_pages(memory, num_reusable):
-            self._pages.share(page)
-            memory.add_page(page)
-            memory.num_computed_tokens += self.page_size
-            memory.num_recorded_pages += 1
-            draft_is_valid = draft_is_valid and page in self._pages_with_draft
-            if draft_is_valid:
-                memory.num_draft_computed_tokens += self.page_size
-        memory.num_shared_tokens = memory.num_computed_tokens
+        """Share the cached pages of the first `num_reusable` tokens; returns of how many tokens."""
+        memory.pages = [[] for _ in self._groups]
+        for g, pages in enumerate(self._found(memory, num_reusable)):
+            for column, page in enumerate(pages):
+                memory.set_page(g, column, page)
+                if page != DUMMY_PAGE:
+                    self._groups[g].share(page)
+        shared = memory.pages[0]
+        without = (i for i, page in enumerate(shared) if page not in self._pages_with_draft)
+        memory.num_recorded_pages = len(shared)
+        memory.num_shared_tokens = memory.num_computed_tokens = len(shared) * self.page_size
+        memory.num_draft_computed_tokens = next(without, len(shared)) * self.page_size
         return memory.num_shared_tokens
 
     def prefix_is_coming(
@@ -120,20 +134,22 @@ class DeviceMemory:
             if (
                 i < min(num_pages, len(other.page_hashes))
                 and hashes[i] == other.page_hashes[i]
-                and self._pages.find(hashes[i]) is None
+                and self._groups[0].find(hashes[i]) is None
             ):
                 return True
         return False
 
     def allocate(self, memory: SequenceMemory, num_tokens: int) -> bool:
         """Get pages for the first `num_tokens` positions; False, and no change, if too few."""
-        num_new = self.pages_for(num_tokens) - len(memory.pages)
-        if num_new > self._pages.num_free:
+        num_columns = self.pages_for(num_tokens)
+        of_groups = list(zip(self._groups, memory.pages, strict=True))
+        if any(num_columns - len(pages) > group.num_free for group, pages in of_groups):
             return False
-        for _ in range(num_new):
-            page = self._pages.take_next()
-            self._forget(page)
-            memory.add_page(page)
+        for g, (group, pages) in enumerate(of_groups):
+            for column in range(len(pages), num_columns):
+                page = group.take_next()
+                self._forget(g, page)
+                memory.set_page(g, column, page)
         return True
 
     def launch(self, memory: SequenceMemory, end: int, draft_end: int | None) -> None:
@@ -149,6 +165,7 @@ class DeviceMemory:
         # Pages may be shared at once: whoever finds them runs later on the device, and starts over
         # if they turn out to hold NaN.
         self._record(memory)
+        self._give_back_behind_windows(memory)
 
     def advance(self, memory: SequenceMemory, num_accepted: int, draft_end: int | None) -> None:
         """That step accepted so many drafts, and the sequence's new tokens are known."""
@@ -160,6 +177,7 @@ class DeviceMemory:
         memory.num_computed_tokens = num_valid
         memory.num_draft_computed_tokens = min(memory.num_draft_computed_tokens, num_valid)
         self._record(memory)
+        self._give_back_behind_windows(memory)
 
     def _record(self, memory: SequenceMemory) -> None:
         """Let other sequences find the full, computed pages of one."""
@@ -172,13 +190,17 @@ class DeviceMemory:
         hashes = memory.hash_pages(num_full, self.page_size, self._lookahead)
         for i in range(memory.num_recorded_pages, num_full):
             # If another sequence recorded the same tokens first, this page stays private.
-            is_first = self._pages.record(memory.pages[i], hashes[i])
-            if is_first and self._keeps_events and not memory.cache_salt:
+            is_first = [
+                group.record(pages[i], hashes[i])
+                for group, pages in zip(self._groups, memory.pages, strict=True)
+                if pages[i] != DUMMY_PAGE
+            ]
+            if is_first[0] and self._keeps_events and not memory.cache_salt:
                 self._announce(memory, i)
         memory.num_recorded_pages = max(memory.num_recorded_pages, num_full)
 
         num_full = num_drafted // self.page_size
-        self._pages_with_draft.update(memory.pages[memory.num_recorded_draft_pages : num_full])
+        self._pages_with_draft.update(memory.pages[0][memory.num_recorded_draft_pages : num_full])
         memory.num_recorded_draft_pages = max(memory.num_recorded_draft_pages, num_full)
 
     def forget(self, memory: SequenceMemory) -> None:
@@ -186,38 +208,65 @@ class DeviceMemory:
 
         That holds for pages that it has given back, too.
         """
-        for page_hash in memory.page_hashes:
-            if (page := self._pages.find(page_hash)) is not None:
-                self._forget(page)
+        for g, group in enumerate(self._groups):
+            for page_hash in memory.page_hashes:
+                if (page := group.find(page_hash)) is not None:
+                    self._forget(g, page)
 
     def release(self, memory: SequenceMemory) -> None:
         """Give back all pages of a sequence; recorded ones can still be found until reused."""
-        # Last page first, so that the beginning of a prefix, which others share, is reused last.
-        for page in reversed(memory.pages):
-            self._pages.give_back(page)
+        for group, pages in zip(self._groups, memory.pages, strict=True):
+            # Last page first, so that the beginning of a prefix, which others share, is reused
+            # last.
+            for page in reversed(pages):
+                if page != DUMMY_PAGE:
+                    group.give_back(page)
         memory.pages.clear()
 
-    def check_integrity(self, live: Iterable[SequenceMemory]) -> None:
+    def check_integrity(self, live: Sequence[SequenceMemory]) -> None:
         """Account for every page; raises RuntimeError naming the first that is wrong."""
-        self._pages.check_integrity([memory.pages for memory in live])
+        for g, group in enumerate(self._groups):
+            group.check_integrity([memory.pages[g] for memory in live])
 
-    def _cached_pages(self, memory: SequenceMemory, num_reusable: int) -> list[int]:
-        """The cached pages of a sequence's leading tokens, up to `num_reusable`."""
-        pages: list[int] = []
+    def _give_back_behind_windows(self, memory: SequenceMemory) -> None:
+        """Give back the pages that no row attends to from the computed tokens on.
+
+        Steps on their way may still read them. Whoever gets them is launched later.
+        """
+        for g in range(1, len(self._groups)):
+            group, pages = self._groups[g], memory.pages[g]
+            end = first = group.first_needed(memory.num_computed_tokens)
+            while first > 0 and pages[first - 1] != DUMMY_PAGE:
+                first -= 1
+            for column in range(first, end):
+                group.give_back(pages[column])
+                memory.set_page(g, column, DUMMY_PAGE)
+
+    def _found(self, memory: SequenceMemory, num_reusable: int) -> list[list[int]]:
+        """The cached pages from which a sequence can go on, for each group: of its leading tokens,
+        up to `num_reusable`.
+        """
         if not self.prefix_caching:
-            return pages
+            return [[] for _ in self._groups]
         # All pages of a prompt: others ask whether it is about to compute them.
         num_full = (len(memory.token_ids) - 1) // self.page_size
         hashes = memory.hash_pages(num_full, self.page_size, self._lookahead)
-        for page_hash in hashes[: num_reusable // self.page_size]:
-            page = self._pages.find(page_hash)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+        edge, num_agreed, g = num_reusable // self.page_size, 0, 0
+        while num_agreed < len(self._groups):
+            last = self._groups[g].last_edge(hashes, edge)
+            num_agreed = num_agreed + 1 if last == edge else 1
+            edge, g = last, (g + 1) % len(self._groups)
+        found = []
+        for group in self._groups:
+            first = group.first_needed(edge * self.page_size)
+            pages = [group.find(page_hash) for page_hash in hashes[first:edge]]
+            found.append([DUMMY_PAGE] * first + [page for page in pages if page is not None])
+        return found
 
-    def _forget(self, page: int) -> None:
-        page_hash = self._pages.forget(page)
+    def _forget(self, g: int, page: int) -> None:
+        page_hash = self._groups[g].forget(page)
+        if g > 0:
+            return
         if page_hash in self._announced_hashes:
             self._announced_hashes.remove(page_hash)
             self.events.append(PageRemoved(page_hash))

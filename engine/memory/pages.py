@@ -1,9 +1,9 @@
-"""Pages: who holds them, and which of them can be found by their tokens."""
+"""The pages of one group of layers: who holds them, and which can be found by their tokens."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-DUMMY_PAGE = 0  # padding rows read and write it; no sequence ever holds it
+DUMMY_PAGE = 0  # no sequence holds it; padding rows use it, and columns of pages that are gone
 
 
 class Pages:
@@ -13,7 +13,9 @@ class Pages:
     room is needed (least recently used first).
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, window: int | None = None) -> None:
+        """`window`: how many tokens a row attends to; None: all."""
+        self._page_size, self.window = page_size, window
         self._ref_count = [0] * num_pages
         self._hash: list[bytes | None] = [None] * num_pages
         self._page_of_hash: dict[bytes, int] = {}
@@ -29,6 +31,26 @@ class Pages:
 
     def is_free(self, page: int) -> bool:
         return self._ref_count[page] == 0
+
+    def first_needed(self, position: int) -> int:
+        """The first page of its sequence that a row at this position attends to."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // self._page_size
+
+    def last_edge(self, hashes: Sequence[bytes], most: int) -> int:
+        """The last edge, counted in pages up to `most`, at which a sequence with these hashes can
+        go on: all that a row there attends to is found.
+        """
+        edge = num_found = 0  # number found in a row before the edge
+        for i in range(most):
+            if hashes[i] in self._page_of_hash:
+                num_found += 1
+            elif self.window is None:
+                break
+            else:
+                num_found = 0
+            if num_found > i or num_found > i - self.first_needed((i + 1) * self._page_size):
+                edge = i + 1
+        return edge
 
     def take_next(self) -> int:
         """Hold the free page that is next to be reused; it may still be findable."""
@@ -70,14 +92,14 @@ class Pages:
             self._hash[page] = None
         return page_hash
 
-    def check_integrity(self, held: Sequence[Iterable[int]]) -> None:
+    def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """Account for every page of those that each sequence holds; raises RuntimeError naming the
         first that is wrong.
         """
         num_held = [0] * len(self._ref_count)
         for pages in held:
             for page in pages:
-                num_held[page] += 1
+                num_held[page] += page != DUMMY_PAGE
         for page, (count, found) in enumerate(zip(self._ref_count, num_held, strict=True)):
             if found != count:
                 raise RuntimeError(f"page {page} is held by {found} sequences, counted {count}")

@@ -23,8 +23,10 @@ class SequenceMemory:
         self.token_ids = token_ids
         self.cache_salt = cache_salt
         self.page_hashes = page_hashes or []  # of the leading full pages
-        self.pages: list[int] = []
-        self.new_pages: list[tuple[int, int]] = []  # (column, page) that the device must be told
+        # Of each group of layers; those behind its window are the dummy page.
+        self.pages: list[list[int]] = []
+        # (group, column, page) of the block tables that the device does not know yet.
+        self.changed_pages: list[tuple[int, int, int]] = []
         self.num_computed_tokens = 0
         self.num_draft_computed_tokens = 0
         self.num_shared_tokens = 0  # found when it was seated
@@ -43,9 +45,9 @@ class SequenceMemory:
         """The memory of the same tokens without any pages."""
         return SequenceMemory(self.token_ids, self.cache_salt, self.page_hashes)
 
-    def add_page(self, page: int) -> None:
-        self.new_pages.append((len(self.pages), page))
-        self.pages.append(page)
+    def set_page(self, group: int, column: int, page: int) -> None:
+        self.changed_pages.append((group, column, page))
+        self.pages[group][column : column + 1] = [page]
 
     def hash_pages(self, num_pages: int, page_size: int, lookahead: int) -> list[bytes]:
         """The hashes of at least the first `num_pages` pages.

@@ -1,6 +1,5 @@
 """Attention of one layer over its pages, and the batch that the layers of a pass share."""
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from outrider.kernels.model.batch_invariant_attention import Heads
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.rope import rope_and_store, rotary_table
-from outrider.kernels.model.rows import BatchRows, lay_out
+from outrider.kernels.model.rows import BatchRows, lay_out, places_of
 
 from ..state.phase import Shape
 from ..state.slots import Slots
@@ -62,8 +61,8 @@ class ForwardBatch:
     rows: BatchRows
     # [num_logits]
     logits_rows: Tensor
-    # [num_slots, pages]
-    block_table: Tensor
+    # [num_groups, num_slots, pages]
+    block_tables: Tensor
     page_size: int
     batch_invariant: bool = False
 
@@ -71,6 +70,8 @@ class ForwardBatch:
         self._blocks: dict[tuple[int, int, int | None, int, int, bool], list[RowBlock]] = {}
         self._items: dict[tuple[int, int], AttentionItems] = {}
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
+        self._places = {0: self.rows.slot_mapping}
+        self._sequences: dict[int, tuple[list[SequenceRows], Tensor | None]] = {}
 
     @staticmethod
     def of_next_tokens(rows: BatchRows, slots: Slots) -> "ForwardBatch":
@@ -78,7 +79,7 @@ class ForwardBatch:
         # Shifted by a view: adding 1 to positions would be a launch.
         input_ids = slots.token_ids[:, 1:][rows.slot_of_row, rows.positions].long()
         no_logits = rows.slots[:0]
-        return ForwardBatch(input_ids, rows, no_logits, slots.block_table, slots.page_size)
+        return ForwardBatch(input_ids, rows, no_logits, slots.block_tables, slots.page_size)
 
     @staticmethod
     def unpack(packed: Tensor, shape: Shape, slots: Slots, ahead: int = 0) -> "ForwardBatch":
@@ -90,11 +91,11 @@ class ForwardBatch:
             num_logits,
             slots.num_tokens,
             slots.token_ids,
-            slots.block_table,
+            slots.block_tables[0],
             slots.page_size,
             ahead,
         )
-        return ForwardBatch(input_ids, rows, logits_rows, slots.block_table, slots.page_size)
+        return ForwardBatch(input_ids, rows, logits_rows, slots.block_tables, slots.page_size)
 
     def rotary(self, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of every row. Shape: [T, head_dim] each."""
@@ -102,6 +103,17 @@ class ForwardBatch:
         if key not in self._rotary:
             self._rotary[key] = rotary_table(self.rows.positions, *rope, dtype)
         return self._rotary[key]
+
+    def places(self, layer: "PagedAttention") -> Tensor:
+        """Where each row's KV goes in a layer's pages: page * page_size + offset. Shape: [T]."""
+        if layer.group not in self._places:
+            self._places[layer.group] = places_of(
+                self.rows.slot_of_row,
+                self.rows.positions,
+                self.block_tables[layer.group],
+                self.page_size,
+            )
+        return self._places[layer.group]
 
     def items(self, layer: "PagedAttention") -> AttentionItems:
         """The list of work for the attention kernel, for layers with as many heads."""
@@ -114,20 +126,29 @@ class ForwardBatch:
                 rows.slots,
                 len(rows.positions),
                 *key,
-                self.block_table.shape[1] * self.page_size,
+                self.block_tables.shape[2] * self.page_size,
                 batch_invariant=self.batch_invariant,
             )
         return self._items[key]
 
-    @functools.cached_property
-    def sequences(self) -> list[SequenceRows]:
-        """The sequences of the batch that have rows, for attention without a kernel."""
+    def sequences(self, layer: "PagedAttention") -> tuple[list[SequenceRows], Tensor | None]:
+        """The sequences of the batch that have rows, for attention without a kernel; and places
+        after them that it reads nevertheless, if there are any.
+        """
+        if layer.group not in self._sequences:
+            sequences = self._in_pages(self.block_tables[layer.group])
+            behind = [place for seq in sequences for place in seq.behind]
+            is_read = self.batch_invariant and behind
+            self._sequences[layer.group] = sequences, torch.tensor(behind) if is_read else None
+        return self._sequences[layer.group]
+
+    def _in_pages(self, block_table: Tensor) -> list[SequenceRows]:
         bounds, seq_lens = self.rows.cu_seqlens_q.tolist(), self.rows.seq_lens.tolist()
         sequences = []
         for i, slot in enumerate(self.rows.slots.tolist()):
             begin, end, num_tokens = bounds[i], bounds[i + 1], seq_lens[i]
             if begin < end:
-                page_ids = self.block_table[slot, : -(-num_tokens // self.page_size)]
+                page_ids = block_table[slot, : -(-num_tokens // self.page_size)]
                 ids = page_ids.tolist()
                 are_consecutive = ids == list(range(ids[0], ids[0] + len(ids)))
                 pages = slice(ids[0], ids[-1] + 1) if are_consecutive else page_ids
@@ -148,12 +169,6 @@ class ForwardBatch:
             else:
                 self._blocks[key] = whole_block(*args, causal=layer.causal)
         return self._blocks[key]
-
-    @functools.cached_property
-    def behind(self) -> Tensor | None:
-        """Places after the sequences that attention reads nevertheless; None if there are none."""
-        places = [place for seq in self.sequences for place in seq.behind]
-        return torch.tensor(places) if self.batch_invariant and places else None
 
 
 def _behind(num_tokens: int, last_page: int, page_size: int) -> list[int]:
@@ -180,6 +195,7 @@ class PagedAttention:
     v_scale: float = 1.0  # and values by this
     causal: bool = True  # if False, every row sees its sequence to the last token
     pages: KVPages | None = None
+    group: int = 0  # of layers that share a block table
     rows_at_once: int = KEY_BLOCK  # on a CPU, of a target that keeps its bits
 
     @property
@@ -199,12 +215,15 @@ class PagedAttention:
         self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Allocate this layer's part of a cache."""
-        # Not zeroed: a CPU, which reads past a sequence's length, clears that part before.
+        # Not zeroed: a CPU, which reads past a sequence's length, clears that part before. But it
+        # reads the first page where a window has passed a page, and weighs it by 0.
         shape = (num_pages, page_size, self.num_kv_heads)
         self.pages = KVPages(
             torch.empty(*shape, self.head_dim, dtype=dtype, device=device),
             torch.empty(*shape, self.value_dim, dtype=dtype, device=device),
         )
+        for pages in self.pages:
+            pages[0].zero_()
 
     @property
     def bound_pages(self) -> KVPages:
@@ -228,7 +247,7 @@ class PagedAttention:
             qkv,
             *batch.rotary(rope, qkv.dtype),
             *self.bound_pages,
-            batch.rows.slot_mapping,
+            batch.places(self),
             num_heads,
             q_norm,
             k_norm,
@@ -248,7 +267,7 @@ class PagedAttention:
                 keys,
                 values,
                 batch.items(self),
-                batch.block_table,
+                batch.block_tables[self.group],
                 self.scale,
                 self.window,
                 self.softcap,
@@ -257,9 +276,10 @@ class PagedAttention:
                 self.v_scale,
                 causal=self.causal,
             )
-        if batch.behind is not None:  # rejected drafts or earlier owners may have left NaN there
+        sequences, behind = batch.sequences(self)
+        if behind is not None:  # rejected drafts or earlier owners may have left NaN there
             for pages in (keys, values):
-                pages.flatten(0, 1).index_fill_(0, batch.behind, 0)
+                pages.flatten(0, 1).index_fill_(0, behind, 0)
         outs = [
             paged_attention_reference(
                 query[seq.rows],
@@ -271,7 +291,7 @@ class PagedAttention:
                 self.softcap,
                 self.sinks,
             )
-            for seq in batch.sequences
+            for seq in sequences
         ]
         num_padding = len(query) - sum(map(len, outs))
         if num_padding:

@@ -54,6 +54,7 @@ def _layer_of(block: Block) -> Compiled | None:
 class CompiledDecoder(Decoder):
     """Computes in float32 between its layers; the bits of a row do not depend on the batch."""
 
+    reads_one_table = True
     attention_is_batch_invariant = True  # compiled code attends to each row by itself
 
     def __init__(self, decoder: Decoder, *, is_tied: bool = False) -> None:
@@ -104,7 +105,9 @@ class CompiledDecoder(Decoder):
         self._bind(self.attentions)
         if num_rows:
             self._reach(int(rows.positions.max()) + 1)
-        given, computed = self._given(len(rows.seq_lens), num_rows, num_logits, batch.block_table)
+        given, computed = self._given(
+            len(rows.seq_lens), num_rows, num_logits, batch.block_tables[0]
+        )
         given.first_rows = pointer(rows.cu_seqlens_q, torch.int64)
         given.lengths = pointer(rows.seq_lens, torch.int64)
         given.slots = pointer(rows.slots, torch.int64)
@@ -153,7 +156,7 @@ class CompiledDecoder(Decoder):
         ends = [known[slot] + first + num for slot, first, num, _ in batch.sequences_np.T.tolist()]
         self._reach(max(ends, default=0) + num_later)
         num_seqs, num_rows, num_logits = batch.shape
-        given, computed = self._given(num_seqs, num_rows, num_logits, slots.block_table)
+        given, computed = self._given(num_seqs, num_rows, num_logits, slots.block_tables[0])
         first, row_len = batch.sequences_np.ctypes.data, batch.sequences_np.strides[0]
         rows = cpu.Slots(
             *(first + i * row_len for i in range(4)),

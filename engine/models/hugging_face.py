@@ -176,7 +176,7 @@ class HuggingFaceModel(Network):
             return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
         attention = self._attention_of[module]
         keys, values = attention.bound_pages
-        places = self._batch.rows.slot_mapping
+        places = self._batch.places(attention)
         store(keys, places, key[0].transpose(0, 1), attention.k_scale)
         store(values, places, value[0].transpose(0, 1), attention.v_scale)
         return attention(query[0].transpose(0, 1), self._batch)[None], None

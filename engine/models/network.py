@@ -40,6 +40,8 @@ class PagedLayers(ABC):
     device: torch.device
     vocab_size: int  # width of the logits
     cache_dtype: torch.dtype | None = None  # of keys and values; None: the model's
+    lookahead: int = 0  # how many tokens after its own the KV of a row depends on
+    reads_one_table: bool = False  # whether all its layers must share a block table
 
     @property
     @abstractmethod
@@ -59,20 +61,19 @@ class PagedLayers(ABC):
         is_slow = self.device.type == "cpu" and layer.num_heads == layer.num_kv_heads
         return torch.float32 if is_slow else self.dtype
 
-    @property
-    def bytes_per_token(self) -> int:
-        """KV cache bytes of one token, over all layers."""
-        return sum(
-            layer.num_kv_heads
-            * (layer.head_dim + layer.value_dim)
-            * self.dtype_of_pages(layer).itemsize
-            for layer in self.attentions
-        )
+    def bytes_per_token(self, layer: PagedAttention) -> int:
+        """KV cache bytes of one token in a layer."""
+        num_numbers = layer.num_kv_heads * (layer.head_dim + layer.value_dim)
+        return num_numbers * self.dtype_of_pages(layer).itemsize
+
+    def bind_layer(self, layer: PagedAttention, num_pages: int, page_size: int) -> None:
+        """Allocate a layer's part of a cache."""
+        layer.bind_pages(num_pages, page_size, self.dtype_of_pages(layer), self.device)
 
     def bind_cache(self, num_pages: int, page_size: int) -> None:
-        """Allocate the cache and give each attention layer its part."""
+        """Allocate a cache with one block table for all layers."""
         for layer in self.attentions:
-            layer.bind_pages(num_pages, page_size, self.dtype_of_pages(layer), self.device)
+            self.bind_layer(layer, num_pages, page_size)
 
     def free_cache(self) -> None:
         """Free the cache, if there is one."""

@@ -47,7 +47,7 @@ def one_prompt(
             cu_seqlens_q=torch.tensor([0, length], device=device),
         ),
         logits_rows=rows,
-        block_table=table,
+        block_tables=table[None],
         page_size=PAGE,
         batch_invariant=batch_invariant,
     )

@@ -1,6 +1,7 @@
 """The models of a pair on their device, over one paged KV cache."""
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -10,6 +11,7 @@ from outrider.kernels._dispatch import uses_triton
 from ..api import ReportProgress
 from ..config import EngineConfig
 from ..state.slots import Slots
+from .groups import grouped
 from .heads.config import HeadError, head_kind
 from .heads.head import Head
 from .heads.loading import load_head
@@ -77,15 +79,15 @@ class ModelPair:
                 )
 
         self.page_size = config.cache.page_size_tokens
-        self.page_bytes = self.page_size * sum(
-            layers.bytes_per_token for layers in self._layers.values()
-        )
         self.max_model_len = config.max_model_len or self.target.max_positions
         if self.max_model_len > self.target.max_positions:
             raise ValueError(
                 f"max_model_len is {self.max_model_len} tokens, but the target has positions for "
                 f"{self.target.max_positions}; lower max_model_len, or leave it out"
             )
+        # A draft model may fall behind, a head never does.
+        owners = [(layers, layers is not self.draft) for layers in self._layers.values()]
+        self.groups = grouped(owners, self.max_model_len)
 
     def longest_sequence(self, num_pages: int, config: EngineConfig) -> int:
         """Tokens of the longest sequence that fits into the pages when it runs alone."""
@@ -104,26 +106,19 @@ class ModelPair:
         )
         return fits
 
-    def bind(self, num_pages: int, slots: Slots) -> None:
-        """Give both models these slots and a new KV cache of `num_pages` pages.
+    def bind(self, num_pages: Sequence[int], slots: Slots) -> None:
+        """Give both models these slots and a new KV cache of so many pages in each group.
 
-        Frees the old cache and graphs first. Raises ValueError if the GPU has no room.
+        Frees the old cache and graphs first. Raises torch.OutOfMemoryError if there is no room.
         """
         for model in (self.target, self.draft):
             if model is not None:
                 model.bind_slots(slots)
-        for layers in self._layers.values():
-            layers.free_cache()
+        for group in self.groups:
+            group.free()
         torch.cuda.empty_cache()
-        try:
-            for layers in self._layers.values():
-                layers.bind_cache(num_pages, self.page_size)
-        except torch.OutOfMemoryError as error:
-            raise ValueError(
-                f"a KV cache of {num_pages} pages takes {num_pages * self.page_bytes / 2**30:.2f} "
-                f"GiB, which the GPU does not have; lower cache.num_pages, if it is set, or "
-                f"engine.gpu_memory_utilization ({error})"
-            ) from None
+        for i, (group, num) in enumerate(zip(self.groups, num_pages, strict=True)):
+            group.bind(i, num, self.page_size)
 
 
 def _check_num_drafts(head: Head, config: EngineConfig) -> None:

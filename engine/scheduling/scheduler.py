@@ -214,7 +214,8 @@ class Scheduler:
         self._sequences.admit(request, num_cached)
         plan.newcomers.append(request)
         scheduled = self._share(request, budget, plan)
-        self._allocate(scheduled)
+        is_allocated = self._allocate(scheduled)
+        assert is_allocated, "a sequence that fits found no pages"
         plan.scheduled.append(scheduled)
         return scheduled.max_rows
 

@@ -124,7 +124,7 @@ class Sequences:
 
     def check_integrity(self) -> None:
         """Account for every page and slot; raises RuntimeError on a leak."""
-        self.memory.check_integrity(request.memory for request in self.running)
+        self.memory.check_integrity([request.memory for request in self.running])
         held = [request.slot for request in self.running if request.slot is not None]
         if sorted([*self.free_slots, *held]) != list(range(self.config.max_num_seqs)):
             raise RuntimeError(f"slots do not add up: free {self.free_slots}, held {held}")

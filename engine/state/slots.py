@@ -48,8 +48,12 @@ class Slots:
         device: torch.device,
         vocab_size: int,
         max_drawn: int | None = None,
+        num_groups: int = 1,
     ) -> None:
-        """Token ids are below `vocab_size`; `max_drawn` is `max_drafts` unless it is given."""
+        """Token ids are below `vocab_size`; `max_drawn` is `max_drafts` unless it is given.
+
+        Each of `num_groups` groups of layers has its own block table.
+        """
         num_slots = max_num_seqs + 1
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         # Of a sequence in one step: of any drafts, and of those that are drawn from a model.
@@ -76,9 +80,9 @@ class Slots:
         rule.fill_(int(Rule.TOKEN))
         # [num_slots] known tokens; verification advances it, a step before the host knows
         self.num_tokens = num_tokens
-        # [num_slots, pages of width]
-        self.block_table = torch.zeros(
-            num_slots, -(-width // page_size), dtype=torch.int32, device=device
+        # [num_groups, num_slots, pages of width]
+        self.block_tables = torch.zeros(
+            num_groups, num_slots, -(-width // page_size), dtype=torch.int32, device=device
         )
         # Each field: [num_slots]
         self.sampling = Sampling(temperature, top_k, top_p, min_p, seed, rule)
@@ -87,16 +91,18 @@ class Slots:
         self.requests: WeakValueDictionary[int, Request] = WeakValueDictionary()
 
     def fill(self, newcomers: Sequence[Request], running: Iterable[Request]) -> None:
-        """Write those that have just got their slots, and all new pages of `running`."""
-        entries = []
+        """Write those that have just got their slots, and all changed pages of `running`."""
+        entries, num_slots = [], len(self.token_ids)
         for request in running:
-            if new_pages := request.memory.new_pages:
-                entries += [(request.slot, column, page) for column, page in new_pages]
-                new_pages.clear()
+            if changed := request.memory.changed_pages:
+                assert request.slot is not None
+                slot = request.slot
+                entries += [(g * num_slots + slot, column, page) for g, column, page in changed]
+                changed.clear()
         if newcomers:
             self._write_requests(newcomers)
         if entries:
-            self._scatter(self.block_table, *np.array(entries).T)
+            self._scatter(self.block_tables.flatten(0, 1), *np.array(entries).T)
 
     def _write_requests(self, seated: Sequence[Request]) -> None:
         """Copy tokens and sampling parameters of requests to their slots, all in one go."""

@@ -303,6 +303,8 @@ def _paged_attention_kernel(
                     if phase == PHASES - 1:
                         k_mask &= (n < end)[None, :]
                         v_mask &= (n < end)[:, None]
+                    if HAS_WINDOW:  # pages before it may be somebody else's by now
+                        v_mask &= (n >= begin)[:, None]
                     if EARLY:
                         # Load what earlier passes stored while the kernel before still runs.
                         old = n < context_len

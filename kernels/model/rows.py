@@ -121,6 +121,49 @@ def lay_out_reference(
     return rows, row_ids, padded(logits_rows, 0, num_logits)
 
 
+def places_of(
+    slot_of_row: Tensor, positions: Tensor, block_table: Tensor, page_size: int
+) -> Tensor:
+    """Where KV of rows goes by another block table than that of `lay_out`, as in `slot_mapping`.
+
+    Shape: slot_of_row, positions (absolute) [T] int64, block_table [num_slots, pages] int32 -> [T].
+    """
+    if not uses_triton(positions):
+        page = block_table[slot_of_row, positions // page_size].long()
+        return page * page_size + positions % page_size
+    places = torch.empty_like(positions)
+    _places_of_kernel[(triton.cdiv(len(places), _ROWS),)](
+        places,
+        slot_of_row,
+        positions,
+        block_table,
+        block_table.stride(0),
+        len(places),
+        page_size,
+        ROWS=_ROWS,
+    )
+    return places
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _places_of_kernel(
+    places_ptr,  # [num_rows]
+    slot_of_row_ptr,  # [num_rows]
+    positions_ptr,  # [num_rows]
+    block_table_ptr,  # [num_slots, pages]
+    block_table_stride,
+    num_rows,
+    page_size,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = row < num_rows
+    slot = tl.load(slot_of_row_ptr + row, mask=mask, other=0)
+    position = tl.load(positions_ptr + row, mask=mask, other=0)
+    page = tl.load(block_table_ptr + slot * block_table_stride + position // page_size, mask=mask)
+    tl.store(places_ptr + row, page.to(tl.int64) * page_size + position % page_size, mask=mask)
+
+
 @triton.jit
 def _total(numbers_ptr, count, SEQS: tl.constexpr):
     """The sum of the first `count` numbers."""

@@ -64,14 +64,16 @@ def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, 
     if info.device != "cpu":
         loaded += f", of which {info.warm_up_s:.1f} s to warm up"
     cache_gib, num_tokens = info.cache_bytes / 2**30, info.num_pages * info.page_size_tokens
-    as_needed = ", used as needed" if info.device == "cpu" else ""
+    notes = ", used as needed" if info.device == "cpu" else ""
+    if saved_bytes := info.saved_by_windows_bytes:
+        notes += f"; sliding windows save {saved_bytes / 2**30:.1f} GiB"
     page = [("page", f"{url}/ui")] if settings.server.ui else []
     return [
         ("target", f"{settings.target.model} ({info.target_dtype})"),
         ("draft", draft),
         ("device", info.device),
         ("reproducible", "yes" if info.batch_invariant else "no: rounding depends on the batch"),
-        ("KV cache", f"up to {num_tokens:,} tokens ({cache_gib:.1f} GiB{as_needed})"),
+        ("KV cache", f"up to {num_tokens:,} tokens ({cache_gib:.1f} GiB{notes})"),
         ("context", f"{info.max_model_len} tokens, {info.max_num_seqs} sequences at once"),
         ("loaded in", loaded),
         ("serving", f"{', '.join(settings.served_model_names)} at {url}/v1"),

@@ -95,7 +95,7 @@ def logits(
         ends = torch.cat((torch.zeros(1), count.cumsum(0))).long()
         rows = BatchRows(slot, position, place, slots, first + count, ends)
         every_row = torch.arange(len(slot))
-        batch = ForwardBatch(token_ids[slot, position], rows, every_row, table, page_size)
+        batch = ForwardBatch(token_ids[slot, position], rows, every_row, table[None], page_size)
         with torch.inference_mode():
             out[slot, position] = network(batch).logits
     return out

@@ -344,7 +344,7 @@ def test_a_compiled_pass_looks_its_rows_up_as_others_do(tiny_model: Tiny) -> Non
     slots = Slots(3, 48, 6, 4, DEVICE, VOCAB)
     generator = torch.Generator().manual_seed(0)
     slots.token_ids.random_(0, VOCAB, generator=generator)
-    slots.block_table[:3] = torch.randperm(63, generator=generator)[:48].view(3, 16).int() + 1
+    slots.block_tables[0, :3] = torch.randperm(63, generator=generator)[:48].view(3, 16).int() + 1
     slots.num_tokens[:3] = torch.tensor([4, 9, 30])
     model.bind_slots(slots)
     for starts, lens, num_logits in (

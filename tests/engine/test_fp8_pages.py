@@ -108,9 +108,9 @@ def test_a_token_takes_a_byte_a_number(tiny_model: Tiny) -> None:
     network = load_network(ModelConfig(path=str(tiny_model()), dtype="float32"), DEVICE)
     layers = network.attentions
     num_numbers = sum(layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers)
-    assert network.bytes_per_token == 4 * num_numbers
+    assert sum(map(network.bytes_per_token, network.attentions)) == 4 * num_numbers
     network.cache_dtype = torch.float8_e4m3fn
-    assert network.bytes_per_token == num_numbers
+    assert sum(map(network.bytes_per_token, network.attentions)) == num_numbers
     network.bind_cache(num_pages=3, page_size=4)
     pages = layers[0].bound_pages
     assert pages.keys.nbytes == 3 * 4 * layers[0].num_kv_heads * layers[0].head_dim

@@ -17,6 +17,7 @@ from outrider.engine.config import CacheConfig, EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.memory.device_memory import DeviceMemory, PageRemoved, PageStored
 from outrider.engine.memory.sequence import SequenceMemory
+from outrider.engine.memory.spec import PagedSpec
 from outrider.engine.processes.kv_events import Publisher, to_messages
 from outrider.engine.processes.messages import (
     FromEngine,
@@ -49,7 +50,7 @@ def compute(memory: DeviceMemory, token_ids: list[int], cache_salt: str = "") ->
 
 
 def test_each_page_is_told_once_behind_the_page_before_it() -> None:
-    memory = DeviceMemory(10, PAGE, keeps_events=True)
+    memory = DeviceMemory([PagedSpec(1)], [10], PAGE, keeps_events=True)
     one = compute(memory, list(range(9)))
     assert memory.events == [
         PageStored(one.page_hashes[0], None, [0, 1, 2, 3]),
@@ -60,7 +61,7 @@ def test_each_page_is_told_once_behind_the_page_before_it() -> None:
 
 
 def test_what_is_told_is_what_can_be_found() -> None:
-    memory = DeviceMemory(5, PAGE, keeps_events=True)
+    memory = DeviceMemory([PagedSpec(1)], [5], PAGE, keeps_events=True)
     told: set[bytes] = set()
     for start in range(0, 90, 9):
         memory.release(compute(memory, list(range(start, start + 9))))
@@ -71,16 +72,16 @@ def test_what_is_told_is_what_can_be_found() -> None:
             else:
                 told.remove(event.page_hash)
         memory.events.clear()
-        assert told == set(memory._pages._page_of_hash)
+        assert told == set(memory._groups[0]._page_of_hash)
     assert told
 
 
 def test_nothing_is_told_of_a_salted_prefix_or_unless_asked() -> None:
-    memory = DeviceMemory(5, PAGE, keeps_events=True)
+    memory = DeviceMemory([PagedSpec(1)], [5], PAGE, keeps_events=True)
     for start in range(0, 90, 9):
         memory.release(compute(memory, list(range(start, start + 9)), "salt"))
     assert memory.events == []
-    silent = DeviceMemory(10, PAGE)
+    silent = DeviceMemory([PagedSpec(1)], [10], PAGE)
     compute(silent, list(range(9)))
     assert silent.events == []
 

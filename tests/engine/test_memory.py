@@ -16,7 +16,7 @@ from outrider.engine.measuring import (
     left_bytes,
     naming_what_to_lower,
 )
-from outrider.engine.models.network import PagedLayers
+from outrider.engine.models.groups import Group
 from outrider.engine.scoring import scorer
 from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.phase import padded_sizes
@@ -126,14 +126,10 @@ def test_no_memory_left_is_told_in_numbers(gpu: Gpu) -> None:
 def test_a_cache_that_does_not_fit_is_told_in_numbers(
     tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bind_cache = PagedLayers.bind_cache
+    def full(group: Group, index: int, num_pages: int, page_size: int) -> None:
+        raise torch.OutOfMemoryError("nothing is free")
 
-    def full(layers: PagedLayers, num_pages: int, page_size: int) -> None:
-        if num_pages > 100:  # a network is tried over a few pages at load
-            raise torch.OutOfMemoryError("nothing is free")
-        bind_cache(layers, num_pages, page_size)
-
-    monkeypatch.setattr(PagedLayers, "bind_cache", full)
+    monkeypatch.setattr(Group, "bind", full)
     with pytest.raises(ValueError, match=r"512 pages takes 0\.00 GiB.*num_pages.*nothing is free"):
         Engine(engine_config(tiny_model("llama", seed=0)))
 

@@ -114,7 +114,7 @@ def check(
     num_rows = sum(rows for rows, _ in batch)
     seq_lens = [rows + context for rows, context in batch]
     # What is past a sequence's end holds NaN, as a page of a broken sequence may; so does page 0,
-    # where padding writes.
+    # where padding writes, and what lies before the windows of all rows.
     k_cache = randn(96, PAGE, num_kv_heads, head_dim)
     v_cache = randn(96, PAGE, num_kv_heads, value_dim)
     k_cache[0] = v_cache[0] = float("nan")
@@ -126,6 +126,10 @@ def check(
         tail = table[len(batch) - 1 - i, count - 1]
         k_cache[tail, seq_len - (count - 1) * PAGE :] = float("nan")
         v_cache[tail, seq_len - (count - 1) * PAGE :] = float("nan")
+        passed = max(0, batch[i][1] - window + 1) if window else 0  # tokens that no row sees
+        for column in range(-(-passed // PAGE)):
+            page, end = table[len(batch) - 1 - i, column], passed - column * PAGE
+            k_cache[page, :end] = v_cache[page, :end] = float("nan")
     table = table.to(DEVICE)
     k_scale = v_scale = 1.0
     if in_fp8:

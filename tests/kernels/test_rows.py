@@ -12,6 +12,7 @@ from outrider.kernels.model.rows import (
     keep_last_rows_reference,
     lay_out,
     lay_out_reference,
+    places_of,
 )
 
 NUM_SLOTS, WIDTH, PAGE = 6, 3000, 16
@@ -110,6 +111,21 @@ def test_random_batches_are_laid_out_alike(slots: Slots) -> None:
         alike, *expected = lay_out_reference(integers, *shape, *on_device, PAGE, ahead)
         for x, y in zip((*rows, *others), (*alike, *expected), strict=True):
             assert torch.equal(x, y)
+
+
+def test_other_layers_find_their_places_by_their_own_table(slots: Slots) -> None:
+    other = torch.randint(0, 90, slots.block_table.shape, generator=torch.Generator()).int()
+    sequences = torch.tensor([VERIFIED, PREFILLED, DECODED]).T.contiguous().to(DEVICE)
+    on_device = Slots(*(x.to(DEVICE) for x in slots))
+    rows, *_ = lay_out(sequences, 300, 5, *on_device, PAGE)
+    for table, expected in (
+        (on_device.block_table, rows.slot_mapping),
+        (
+            other.to(DEVICE),
+            lay_out(sequences, 300, 5, *on_device[:2], other.to(DEVICE), PAGE)[0].slot_mapping,
+        ),
+    ):
+        assert torch.equal(places_of(rows.slot_of_row, rows.positions, table, PAGE), expected)
 
 
 @pytest.mark.parametrize("width", [8, 300])

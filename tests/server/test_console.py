@@ -94,3 +94,14 @@ def test_summary_names_the_draft_and_its_kind(
     caplog.set_level(logging.INFO, "outrider.server")
     show_summary(settings, info, "http://127.0.0.1:8000", Console(file=io.StringIO()))
     assert f"draft: {says}" in caplog.text
+
+
+def test_summary_says_what_sliding_windows_save(caplog: pytest.LogCaptureFixture) -> None:
+    settings, info = load_settings(environ={}), idle_client().info
+    assert info is not None
+    caplog.set_level(logging.INFO, "outrider.server")
+    for saved_gib in (0, 3):
+        caplog.clear()
+        info = replace(info, saved_by_windows_bytes=saved_gib * 2**30)
+        show_summary(settings, info, "http://127.0.0.1:8000", Console(file=io.StringIO()))
+        assert ("sliding windows save 3.0 GiB" in caplog.text) == bool(saved_gib)

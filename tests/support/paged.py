@@ -44,7 +44,7 @@ def paged_logits(
     pages = torch.randperm(127, generator=torch.Generator().manual_seed(0)).int() + 1
     for i, token_ids in enumerate(sequences):
         slots.token_ids[i, : len(token_ids)] = torch.tensor(token_ids, dtype=torch.int32)
-        slots.block_table[i, :32] = pages[i * 32 : (i + 1) * 32]
+        slots.block_tables[0, i, :32] = pages[i * 32 : (i + 1) * 32]
     logits = []
     for step in steps:
         rows = np.array([i for i, (_, length) in enumerate(step) if length])

@@ -16,7 +16,6 @@ class Head(Stack):
     """All heads have a projection of the target's states, layers, and logits."""
 
     kind: str  # the name that users know
-    lookahead: int = 0  # how many tokens after its own the KV of a row depends on
     max_drafts: int | None = None  # in one step; None: no limit
 
     def __init__(

@@ -95,6 +95,7 @@ class Attention(Part):
         batch.rotary(self.rope, x.dtype)
         if uses_triton(x):
             batch.items(self.attention)
+            batch.places(self.attention)
         qkv = self.qkv.of_normed(x, normed, self.norm)
         attend = self.attention
         query = attend.store(qkv, attend.num_heads, self.rope, self.head_norms, batch)
