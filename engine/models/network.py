@@ -173,9 +173,10 @@ class Network(PagedLayers):
         `most_rows_per_seq`, and passes with prompts, up to `most_rows` rows; cache and slots must
         be bound.
 
-        Every row gets logits, or one row a sequence. Returns the logits of the largest shape;
-        those of the other shapes begin at the same address, unless the model computes them outside
-        its output layer. Raises UnsupportedModelError if the model's own code waits for the GPU.
+        Every row gets logits, or one row a sequence. Returns where the logits of all shapes begin,
+        as long as the most of them; if the model computes them outside its output layer, the logits
+        of the largest shape. Raises UnsupportedModelError if the model's own code waits for the
+        GPU.
         """
         shapes = captured_shapes(
             self._slots.max_num_seqs,
@@ -184,7 +185,8 @@ class Network(PagedLayers):
             every_row_has_logits,
             most_rows_per_seq,
         )
-        self.reserve_logits(shapes[0][2])
+        num_logits = max(logits for _, _, logits in shapes)
+        self.reserve_logits(num_logits)
         for done, shape in enumerate(shapes):
             progress(done, len(shapes))
             empty = HostBatch.build(NONE_NP, NONE_NP, NONE_NP, NONE_NP)
@@ -198,7 +200,9 @@ class Network(PagedLayers):
                     f"{self.name} in {self.dtype} cannot be captured as a CUDA "
                     f"graph ({reason}); run it with engine.enforce_eager, or in another dtype"
                 ) from reason
-        return self.captured[shapes[0]].output.logits
+        logits, place = self.captured[shapes[0]].output.logits, self.place_of_logits(num_logits)
+        is_placed = place is not None and place.data_ptr() == logits.data_ptr()
+        return place if place is not None and is_placed else logits
 
     def rehearse(self, num_rows: int, num_logits: int) -> Pass:
         """Run a pass of dummy sequences, as long as they can be."""

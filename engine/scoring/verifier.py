@@ -146,14 +146,18 @@ class Verifier:
                 q if samples else None,
             )
         count = len(slots_np)
-        size = self._phase.padded_size(count) if is_captured else count
-        packed_np = self._pack(slots_np, num_drafts_np, size)
         # A graph for more rows of logits takes longer, also if they are not there.
         is_long = num_drafts_np.max() > self._slots.max_drawn
         most = self._slots.max_drafts if is_long else self._slots.max_drawn
-        if is_captured:
+        size = self._phase.padded_size(count)
+        # Each sequence of padding reads one more row. A step of much that was looked up has more
+        # rows than any graph.
+        num_rows = len(logits) + size - count
+        if is_captured and self._phase.holds((size, most, *kind), num_rows):
+            packed_np = self._pack(slots_np, num_drafts_np, size)
             return self._phase(packed_np, (size, most, *kind), logits)[:count]
-        return self._run(uploaded(packed_np, self._slots.device), (size, most, *kind), logits)
+        integers = uploaded(self._pack(slots_np, num_drafts_np, count), self._slots.device)
+        return self._run(integers, (count, most, *kind), logits)
 
     def read(self, plan: Plan, drawn: list[np.ndarray] | None) -> None:
         """Enter what `verify` drew in the plan of a step that has ended."""

@@ -64,6 +64,11 @@ class Phase(Generic[Output]):
         """Drop what is captured, because the tensors that it reads are replaced."""
         self.captured, self._sizes = {}, []
 
+    def holds(self, shape: Shape, num_rows: int) -> bool:
+        """Whether a shape was captured over tensors of so many rows at least."""
+        captured = self.captured.get(shape)
+        return captured is not None and all(len(each) >= num_rows for each in captured.tensors)
+
     def padded_size(self, size: int) -> int:
         """The smallest size of a captured shape that holds `size`; `size` itself if none does."""
         return next((n for n in self._sizes if n >= size), size)

@@ -5,6 +5,7 @@ import datetime
 import hashlib
 import json
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -108,12 +109,16 @@ class _OllamaAnswer(Answer):
         yield self._line(**self._end())
 
     async def _whole(self, generation: Generation) -> str:
-        whole: dict[str, Any] = {}
+        whole: dict[str, list[Any]] = defaultdict(list)
         async for delta in generation:
             for fields in self._added(delta):
                 for name, value in fields.items():
-                    whole[name] = whole[name] + value if name in whole else value
-        return self._line(**whole, **self._end())
+                    whole[name] += value if name == "tool_calls" else [value]
+        said = {
+            name: pieces if name == "tool_calls" else "".join(pieces)
+            for name, pieces in whole.items()
+        }
+        return self._line(**said, **self._end())
 
     async def _failed(self, error: APIError) -> str:
         return json.dumps(error.ollama_body(), ensure_ascii=False) + "\n"

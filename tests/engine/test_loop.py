@@ -344,7 +344,7 @@ def test_logprobs_of_named_tokens_take_the_place_of_the_best(
     own = [
         [lp.logprob for output in each for lp in output.logprobs or []] for each in (best, named)
     ]
-    assert own[0] == own[1]
+    assert own[0] == pytest.approx(own[1], abs=1e-4)  # a GPU rounds by the batch
 
 
 @pytest.fixture(scope="module")

@@ -27,10 +27,11 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("max_num_seqs", "max_model_len", "largest"),
     [
-        # Logits of 6 seats with 3 drafts, and of 16 prompt tokens.
-        (6, 120, (1, 64, 6 * 4 + 16)),
-        (6, 30, (3, 64, 6 * 4 + 16)),  # a sequence holds 30 rows
-        (1, 120, (1, 64, 4 + 16)),
+        # Logits of 6 seats with 32 drafts that were looked up are more than the rows of a step;
+        # one seat leaves room for 16 prompt tokens.
+        (6, 120, (1, 64, 64)),
+        (6, 30, (3, 64, 64)),  # a sequence holds 30 rows
+        (1, 120, (1, 64, 33 + 16)),
     ],
 )
 def test_the_largest_step_fills_its_rows_and_leaves_nothing(
