@@ -1,6 +1,7 @@
-"""Time the experts of a layer in MXFP4, beside the time that their bytes take.
+"""Time the experts of a layer, in MXFP4 or plain, beside the time that their bytes take.
 
     python benchmarks/experts.py [--experts 32] [--top-k 4] [--hidden 2880] [--intermediate 2880]
+        [--plain]
 
 Microseconds, medians of CUDA-graph replays over batches whose experts together do not fit the L2
 cache. The floor is the bytes of the experts that some row takes, at --tb-per-s.
@@ -8,13 +9,14 @@ cache. The floor is the bytes of the experts that some row takes, at --tb-per-s.
 
 import argparse
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels import DEVICE, time_us
-from outrider.kernels.model.expert_matrix import ExpertMatrix, Experts
-from outrider.kernels.model.experts import add_experts
+from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu
+from outrider.kernels.model.experts import add_experts, gated_experts
 from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.narrow_matrix import NarrowMatrix
 from outrider.kernels.model.rms_norm import Norm
@@ -36,9 +38,21 @@ def make_matrix(num_experts: int, num_out: int, num_in: int) -> ExpertMatrix:
     return ExpertMatrix(matrix, torch.randn(rows, device=DEVICE).bfloat16(), num_experts)
 
 
-def make_experts(num_experts: int, hidden: int, intermediate: int) -> Experts:
-    gate_up = make_matrix(num_experts, 2 * intermediate, hidden)
-    return Experts(gate_up, make_matrix(num_experts, hidden, intermediate), 1.702, 7.0)
+def make_plain(num_experts: int, num_out: int, num_in: int) -> ExpertMatrix:
+    matrix = torch.randn(num_experts * num_out, num_in, device=DEVICE, dtype=torch.bfloat16)
+    return ExpertMatrix(matrix, None, num_experts)
+
+
+class Experts(NamedTuple):
+    gate_up: ExpertMatrix
+    down: ExpertMatrix
+    glu: Glu
+
+
+def make_experts(num_experts: int, hidden: int, intermediate: int, *, plain: bool) -> Experts:
+    make, glu = (make_plain, SILU) if plain else (make_matrix, Glu(1.702, 7.0, 1.0))
+    gate_up = make(num_experts, 2 * intermediate, hidden)
+    return Experts(gate_up, make(num_experts, hidden, intermediate), glu)
 
 
 def make_logits(num_rows: int, num_experts: int, top_k: int) -> list[Tensor]:
@@ -52,7 +66,9 @@ def make_logits(num_rows: int, num_experts: int, top_k: int) -> list[Tensor]:
 def run_layer(
     residual: Tensor, x: Tensor, logits: Tensor, top_k: int, experts: Experts, norm: Norm
 ) -> None:
-    add_experts(residual, x, route(logits, top_k), experts, norm)
+    routing = route(logits, top_k)
+    gated = gated_experts(x, routing, experts.gate_up, experts.glu)
+    add_experts(residual, gated, routing, experts.down, norm)
 
 
 def time_parts(experts: Experts, num_rows: int, top_k: int, tb_per_s: float) -> list[float]:
@@ -63,11 +79,11 @@ def time_parts(experts: Experts, num_rows: int, top_k: int, tb_per_s: float) -> 
     residual = torch.zeros_like(x)
     norm = Norm(torch.ones(hidden, device=DEVICE).bfloat16(), 1e-5)
     routings = [route(each, top_k) for each in logits]
-    gated = experts_product(x, routings[0], experts.gate_up, experts)
+    gated = experts_product(x, routings[0], experts.gate_up, experts.glu)
     parts = experts_product(gated, routings[0], experts.down, None)
     calls = (
         [partial(route, each, top_k) for each in logits],
-        [partial(experts_product, x, each, experts.gate_up, experts) for each in routings],
+        [partial(experts_product, x, each, experts.gate_up, experts.glu) for each in routings],
         [partial(experts_product, gated, each, experts.down, None) for each in routings],
         [partial(add_parts, residual, parts, norm)],
         [partial(run_layer, residual, x, each, top_k, experts, norm) for each in logits],
@@ -85,8 +101,9 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, default=2880)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--tb-per-s", type=float, default=4.3)
+    parser.add_argument("--plain", action="store_true", help="bfloat16 instead of MXFP4")
     args = parser.parse_args()
-    experts = make_experts(args.experts, args.hidden, args.intermediate)
+    experts = make_experts(args.experts, args.hidden, args.intermediate, plain=args.plain)
     print(f"{'rows':>5}" + "".join(f"{name:>13}" for name in ("floor", *PARTS)))
     for num_rows in args.rows:
         times = time_parts(experts, num_rows, args.top_k, args.tb_per_s)

@@ -31,8 +31,8 @@ def make_batch_invariant(network: Network, *, at_any_cost: bool = False) -> None
     """
     if isinstance(network, Decoder) and network.device.type == "cuda":
         # Experts and rounded inputs are summed in one order anyway.
-        weights = [linear.weight for linear in network.linears]
-        formats = ", ".join(sorted({w.format for w in weights if not w.batch_invariant} - {""}))
+        weights = [weight for weight in network.weights if not weight.batch_invariant]
+        formats = ", ".join(sorted({weight.format for weight in weights} - {""}))
         if formats and not at_any_cost:
             raise ValueError(
                 f"with weights in {formats} long prompts would take longer by half or more; set "

@@ -1,6 +1,6 @@
 """Blocks, and stacks of them: a model's layers, however it passes its rows through them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from outrider.kernels.model.row_codes import Normed
 from .attention import ForwardBatch, PagedAttention
 from .network import PagedLayers
 from .parts.base import Part
-from .weights import Linear, StoredWeights
+from .weights import Change, Layer, Linear, Weight
 
 
 @dataclass(slots=True)
@@ -34,10 +34,10 @@ class Block:
         return self.mixer, self.mlp
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
-        return *self.mixer.linears, *self.mlp.linears
+    def linears(self) -> list[Layer[Weight]]:
+        return [linear for part in self.parts for linear in part.linears.values()]
 
-    def changed(self, change: Callable[[Linear], Linear]) -> "Block":
+    def changed(self, change: Change) -> "Block":
         """The same block with its linear layers replaced."""
         return Block(self.mixer.changed(change), self.mlp.changed(change))
 
@@ -65,14 +65,13 @@ class Stack(PagedLayers):
         return [state for state in states if state is not None]
 
     @property
-    def linears(self) -> list[Linear]:
-        """All linear layers that a pass computes, except those of experts."""
-        return [*(linear for block in self.blocks for linear in block.linears), self.output_layer]
+    def linears(self) -> list[Layer[Weight]]:
+        """All linear layers that a pass computes."""
+        return [*(each for block in self.blocks for each in block.linears), self.output_layer]
 
     @property
-    def weights(self) -> list[StoredWeights]:
-        parts = (part for block in self.blocks for part in block.parts)
-        return [*(weight for part in parts for weight in part.weights), self.output_layer.weight]
+    def weights(self) -> list[Weight]:
+        return [linear.weight for linear in self.linears]
 
     @property
     def weight_bytes(self) -> int:
@@ -83,7 +82,7 @@ class Stack(PagedLayers):
     def weight_formats(self) -> str:
         return ", ".join(sorted({weight.format for weight in self.weights} - {""}))
 
-    def change_linears(self, change: Callable[[Linear], Linear]) -> None:
+    def change_linears(self, change: Change) -> None:
         """Replace all linear layers, one by one, so that old weights are freed early."""
         for i, block in enumerate(self.blocks):
             self.blocks[i] = block.changed(change)

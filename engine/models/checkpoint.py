@@ -20,7 +20,7 @@ from outrider.kernels.model.rms_norm import Norm
 
 from .narrow_weight import Narrow, Scaled, Stacked
 from .weight_files import stored_tensors
-from .weights import Axis, Dense, Linear, RoundedInputs, Weight
+from .weights import Axis, Dense, Linear, Matrix, RoundedInputs
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +73,12 @@ class AnyCheckpoint(ABC):
         """
 
     @abstractmethod
-    def _tied(self, embedding: Tensor) -> Weight:
+    def _tied(self, embedding: Tensor) -> Matrix:
         """The embedding as the matrix of the output layer."""
 
     @abstractmethod
-    def _weight(self, shapes: dict[str, tuple[int, int]]) -> Weight:
-        """The weights of layers, by name, stacked. Raises as `linear` does."""
+    def weight(self, shapes: dict[str, tuple[int, int]]) -> Matrix:
+        """The matrices of layers, by name, stacked; they are not kept. Raises as `linear` does."""
 
     @abstractmethod
     def unread(self) -> set[str]:
@@ -101,7 +101,7 @@ class AnyCheckpoint(ABC):
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape, and
         UnsupportedModelError if a layer is in a format that is not served.
         """
-        weight = self._weight({name: (size, num_inputs) for name, size in sizes.items()})
+        weight = self.weight({name: (size, num_inputs) for name, size in sizes.items()})
         self._lend(weight, sizes)
         biases = [f"{name}.bias" for name in sizes]
         if biases[0] not in self:
@@ -117,7 +117,7 @@ class AnyCheckpoint(ABC):
         self._lend(weight, {OUTPUT_LAYER: len(embedding)})
         return Linear(weight, None)
 
-    def _lend(self, weight: Weight, sizes: dict[str, int]) -> None:
+    def _lend(self, weight: Matrix, sizes: dict[str, int]) -> None:
         first = [0, *accumulate(sizes.values())]
         self.lent.append(
             Lent(
@@ -204,11 +204,11 @@ class Checkpoint(AnyCheckpoint):
             raise ValueError(f"{name} is of dtype {view.dtype}; it holds integers")
         return view.long()
 
-    def _tied(self, embedding: Tensor) -> Weight:
+    def _tied(self, embedding: Tensor) -> Matrix:
         matrix = self._read(self, EMBEDDING) if self._read else None
         return Dense(embedding) if matrix is None else self._narrow(matrix)
 
-    def _weight(self, shapes: dict[str, tuple[int, int]]) -> Weight:
+    def weight(self, shapes: dict[str, tuple[int, int]]) -> Matrix:
         names = [f"{layer}.weight" for layer in shapes]
         for name, shape in zip(names, shapes.values(), strict=True):
             if name in self:
@@ -225,7 +225,7 @@ class Checkpoint(AnyCheckpoint):
             stacked = stack(narrow)
             if stacked is not None:
                 return self._narrow(stacked)
-        weights: list[Weight] = [
+        weights: list[Matrix] = [
             Dense(self.stacked(name)) if matrix is None else self._narrow(matrix)
             for name, matrix in zip(names, matrices, strict=True)
         ]
@@ -233,7 +233,7 @@ class Checkpoint(AnyCheckpoint):
             return Dense(torch.cat([weight.dequantised() for weight in weights]))
         return Stacked(weights)
 
-    def _narrow(self, matrix: NarrowMatrix) -> Weight:
+    def _narrow(self, matrix: NarrowMatrix) -> Matrix:
         if self.keeps_narrow:
             return (Scaled if matrix.rounds_inputs else Narrow)(matrix, self.dtype)
         self.warn_once(

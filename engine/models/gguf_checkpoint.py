@@ -13,7 +13,7 @@ from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
 from .checkpoint import EMBEDDING, AnyCheckpoint, Progress, check_shape
 from .gguf_file import FILE_NAME, GgufFile
-from .weights import Dense, Tiles, Weight
+from .weights import Dense, Matrix, Tiles
 
 # Names in the architecture `llama`, the only one that is read here.
 _OUTER = {EMBEDDING: "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -120,13 +120,13 @@ class GgufCheckpoint(AnyCheckpoint):
         read = {_gguf_name(name) for name in self._names_read}
         return {*self._file.names} - read - _ROPE_FACTORS
 
-    def _tied(self, embedding: Tensor) -> Weight:
+    def _tied(self, embedding: Tensor) -> Matrix:
         if not self._keeps_width:
             return Dense(embedding)
         num_tokens, width = embedding.shape
-        return self._weight({EMBEDDING: (num_tokens, width)})
+        return self.weight({EMBEDDING: (num_tokens, width)})
 
-    def _weight(self, shapes: dict[str, tuple[int, int]]) -> Weight:
+    def weight(self, shapes: dict[str, tuple[int, int]]) -> Matrix:
         names = [f"{name}.weight" for name in shapes]
         layouts = {self._file.format_of(_gguf_name(name)).layout for name in names}
         for name, shape in zip(names, shapes.values(), strict=True):

@@ -12,10 +12,10 @@ from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.row_codes import Normed, RowCodes, rounded_rows
 from outrider.kernels.model.scaled_linear import add_scaled_linear, scaled_linear
 
-from .weights import Fused, Unfused, Weight
+from .weights import Fused, Matrix, Unfused
 
 
-class Narrow(Weight):
+class Narrow(Matrix):
     """A matrix in 4 or 8 bits, dequantised within each product."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Scaled(Narrow):
 class Stacked(Unfused):
     """Matrices of different formats, stacked as one: each has its own product."""
 
-    def __init__(self, weights: list[Weight]) -> None:
+    def __init__(self, weights: list[Matrix]) -> None:
         self._weights = weights
         self._sizes = [weight.shape[0] for weight in weights]
         self.shape = (sum(self._sizes), weights[0].shape[1])

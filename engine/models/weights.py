@@ -5,7 +5,8 @@ chooses the format by what the checkpoint holds.
 """
 
 from abc import ABC, abstractmethod
-from typing import Literal, NamedTuple, TypedDict, Unpack
+from collections.abc import Callable
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from outrider.kernels.model.row_codes import Normed, RowCodes, rounded_rows
 from outrider.kernels.model.silu_mul import silu_mul, silu_mul_reference
 
 Axis = Literal["outputs", "inputs"]
+W = TypeVar("W", bound="Weight", covariant=True)
+L = TypeVar("L", bound="Layer[Any]")
 
 
 class Fused(TypedDict, total=False):
@@ -36,19 +39,37 @@ class Fused(TypedDict, total=False):
     out: Tensor | None  # takes the result; given only for a plain product, x W^T
 
 
-class StoredWeights:
-    """Weights, in whatever format."""
+class Weight(ABC):
+    """The numbers of a layer, in whatever format."""
 
+    shape: tuple[int, int]
     num_bytes: int  # read to compute one row
     format: str = ""  # of the numbers; "" if they are in the model's dtype
     batch_invariant: bool = False  # whether the bits of a row do not depend on the batch
-
-
-class Weight(StoredWeights, ABC):
-    """The matrix of a linear layer, [N, K]."""
-
-    shape: tuple[int, int]
     input_eps: float = 0.0  # how far a layer may be off because its inputs are rounded
+
+    @abstractmethod
+    def dequantised(self) -> Tensor:
+        """The numbers in the model's dtype. Shape: as `shape`."""
+
+    @abstractmethod
+    def as_batch_invariant(self, bias: Tensor | None) -> "Weight":
+        """The same on a GPU, with products whose rows do not depend on the batch.
+
+        A row's product, plus this bias, is the same to the bit whatever other rows come with it.
+        Raises ValueError if this format or this GPU cannot do that.
+        """
+
+    @abstractmethod
+    def packed(self, *, rounds: bool) -> "Weight":
+        """The same in the format that is fastest on a CPU; `rounds` allows rounding to 8 bits.
+
+        Returns itself if oneDNN lacks the dtype, or this torch the operator.
+        """
+
+
+class Matrix(Weight):
+    """The matrix of a linear layer, [N, K]."""
 
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
@@ -64,10 +85,6 @@ class Weight(StoredWeights, ABC):
         Shape: residual [T, N], x [T, K] -> [T, N]
         """
 
-    @abstractmethod
-    def dequantised(self) -> Tensor:
-        """The matrix in the model's dtype. Shape: [N, K]."""
-
     def before(self, norm: Norm) -> Norm:
         """The norm in front of this layer; it also rounds its result if the layer wants codes."""
         return norm
@@ -80,20 +97,14 @@ class Weight(StoredWeights, ABC):
         """The inputs that this output is computed from: x, or x rounded. Shape: [T, K]."""
         return x
 
-    def as_batch_invariant(self, bias: Tensor | None) -> "Weight":
-        """The same matrix on a GPU, with products whose rows do not depend on the batch.
-
-        A row's product, plus this bias, is the same to the bit whatever other rows come with it.
-        Raises ValueError if this format or this GPU cannot do that.
-        """
+    def as_batch_invariant(self, bias: Tensor | None) -> "Matrix":
         raise ValueError(f"weights in {self.format} have no such products")
 
-    def packed(self, *, rounds: bool) -> "Weight":
-        """The same matrix as `packed` makes it."""
+    def packed(self, *, rounds: bool) -> "Matrix":
         return self
 
 
-class Unfused(Weight):
+class Unfused(Matrix):
     """A format whose kernel does a product and no more: torch adds norm, gate and residual."""
 
     @abstractmethod
@@ -114,7 +125,7 @@ class Unfused(Weight):
         return None
 
 
-class Dense(Weight):
+class Dense(Matrix):
     """A plain matrix. Our kernels multiply by it on a GPU, torch does on a CPU."""
 
     def __init__(self, matrix: Tensor, library: LibraryRows | None = None) -> None:
@@ -147,7 +158,7 @@ class Dense(Weight):
     def as_batch_invariant(self, bias: Tensor | None) -> "Dense":
         return Dense(self.matrix, library_rows(self.matrix, bias))
 
-    def packed(self, *, rounds: bool) -> Weight:
+    def packed(self, *, rounds: bool) -> Matrix:
         if rounds and compiled() is not None:
             tiles = Tiles.rounded(self.matrix)
             if tiles is not None:
@@ -226,7 +237,7 @@ class RoundedInputs(Unfused):
 
     input_eps = 2**-8
 
-    def __init__(self, weight: Weight, row_format: RowFormat) -> None:
+    def __init__(self, weight: Matrix, row_format: RowFormat) -> None:
         self.weight, self.row_format = weight, row_format
         self.shape, self.num_bytes = weight.shape, weight.num_bytes
         self.format, self.batch_invariant = weight.format, weight.batch_invariant
@@ -240,16 +251,20 @@ class RoundedInputs(Unfused):
     def taken(self, x: Tensor, output: int) -> Tensor:
         return rounded_rows(x, self.row_format)
 
-    def packed(self, *, rounds: bool) -> Weight:
+    def packed(self, *, rounds: bool) -> Matrix:
         return RoundedInputs(self.weight.packed(rounds=rounds), self.row_format)
 
 
-class Linear(NamedTuple):
-    """A linear layer: x W^T + b."""
+class Layer(NamedTuple, Generic[W]):
+    """A weight with its bias."""
 
-    weight: Weight
+    weight: W
     bias: Tensor | None  # [N]
     axis: Axis | None = None  # along which ranks share it; None: each has the whole
+
+
+class Linear(Layer[Matrix]):
+    """A linear layer: x W^T + b."""
 
     def __call__(self, x: Tensor, **fused: Unpack[Fused]) -> Tensor:
         return self.weight.multiply(x, self.bias, **fused)
@@ -268,18 +283,19 @@ class Linear(NamedTuple):
         return self.weight.add_to(residual, x, self.bias, norm)
 
 
-def as_batch_invariant(linear: Linear) -> Linear:
+# Makes the same layer in another format; of one kind, the same kind.
+Change = Callable[[Any], Any]
+
+
+def as_batch_invariant(layer: L) -> L:
     """The same layer on a GPU; the bits of a row do not depend on the batch.
 
     Raises ValueError if its format or this GPU cannot do that.
     """
-    return linear._replace(weight=linear.weight.as_batch_invariant(linear.bias))
+    return layer._replace(weight=layer.weight.as_batch_invariant(layer.bias))
 
 
-def packed(linear: Linear, *, rounds: bool) -> Linear:
-    """The same layer in the format that is fastest on a CPU; `rounds` allows rounding to 8 bits.
-
-    Returns it unchanged if oneDNN lacks the dtype, or this torch the operator.
-    """
-    weight = linear.weight.packed(rounds=rounds)
-    return linear if weight is linear.weight else linear._replace(weight=weight)
+def packed(layer: L, *, rounds: bool) -> L:
+    """The same layer in the format that is fastest on a CPU; `rounds` allows rounding to 8 bits."""
+    weight = layer.weight.packed(rounds=rounds)
+    return layer if weight is layer.weight else layer._replace(weight=weight)

@@ -1,5 +1,6 @@
-"""The matrices of a mixture of experts, with 4 bits a number (MXFP4)."""
+"""The matrices of a mixture of experts: plain, or with 4 bits a number (MXFP4)."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,8 @@ GROUP = 32  # inputs that share a scale
 class ExpertMatrix(NamedTuple):
     """The same linear layer of every expert, stacked."""
 
-    matrix: NarrowMatrix  # [E * N, K] fp4, scales e8m0 of 32 inputs
-    bias: Tensor  # [E * N]
+    matrix: Tensor | NarrowMatrix  # [E * N, K]; narrow ones are fp4, scales e8m0 of 32 inputs
+    bias: Tensor | None  # [E * N]
     num_experts: int  # E
 
     @property
@@ -24,20 +25,35 @@ class ExpertMatrix(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return self.matrix.num_bytes + self.bias.nbytes
+        matrix = self.matrix
+        num_bytes = matrix.num_bytes if isinstance(matrix, NarrowMatrix) else matrix.nbytes
+        return num_bytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-class Experts(NamedTuple):
-    """The gated MLPs."""
+class Glu(NamedTuple):
+    """(up' + shift) * gate' * sigmoid(alpha * gate'),  gate' = min(gate, limit), |up'| <= limit."""
 
-    gate_up: ExpertMatrix  # [2 I, H] each: the gate's outputs, then those of `up`
-    down: ExpertMatrix  # [H, I] each
     alpha: float
     limit: float
+    shift: float
 
 
-def expert_of(layer: ExpertMatrix, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+SILU = Glu(1.0, math.inf, 0.0)  # silu(gate) * up
+
+
+def expert_of(layer: ExpertMatrix, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Matrix and bias of one expert, dequantised. Shape: [N, K], [N]."""
-    part = slice(expert * layer.num_out, (expert + 1) * layer.num_out)
-    codes, scale = layer.matrix.codes[part], layer.matrix.scale[:, part]
-    return dequantise(layer.matrix._replace(codes=codes, scale=scale), dtype), layer.bias[part]
+    bias = None if layer.bias is None else layer.bias.view(layer.num_experts, -1)[expert]
+    matrix = part_of(layer.matrix, expert, layer.num_experts)
+    if isinstance(matrix, NarrowMatrix):
+        return dequantise(matrix, dtype), bias
+    return matrix.to(dtype), bias
+
+
+def part_of(matrix: Tensor | NarrowMatrix, expert: int, num_experts: int) -> Tensor | NarrowMatrix:
+    """A view of one expert's matrix. Shape: [E * N, K] -> [N, K]."""
+    num_out = matrix.shape[0] // num_experts
+    part = slice(expert * num_out, (expert + 1) * num_out)
+    if not isinstance(matrix, NarrowMatrix):
+        return matrix[part]
+    return matrix._replace(codes=matrix.codes[part], scale=matrix.scale[:, part])

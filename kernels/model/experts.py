@@ -1,7 +1,6 @@
-"""A mixture of experts, gated MLPs whose matrices have 4 bits a number (MXFP4):
+"""A mixture of experts, gated MLPs whose matrices are plain or have 4 bits a number (MXFP4):
 
     y += sum over a row's experts of weight * down(glu(gate_up(x)))
-    glu = (up' + 1) * gate' * sigmoid(alpha * gate'),  gate' = min(gate, limit), |up'| <= limit
 
 A program multiplies a tile of rows that share an expert by some outputs of it. Codes and scales
 become numbers of x's dtype, which holds them exactly, on their way to the tensor cores; sums are
@@ -9,45 +8,82 @@ float32. An output adds up its inputs in one order, whatever the tile, so the bi
 depend on the batch.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._dispatch import uses_triton
-from .expert_matrix import Experts, expert_of
+from .expert_matrix import SILU, ExpertMatrix, Glu, expert_of
 from .experts_product import experts_product
 from .rms_norm import Norm
 from .routing import Routing
 from .row_codes import Normed
+from .silu_mul import silu_mul_reference
 from .split_product import add_parts
+
+# (expert, its rows) -> their products with its matrix, plus its bias. [n, K] -> [n, N]
+ExpertProduct = Callable[[int, Tensor], Tensor]
+
+
+def gated_experts(x: Tensor, routing: Routing, gate_up: ExpertMatrix, glu: Glu) -> Tensor:
+    """The gated outputs of each pair of a row and one of its experts.
+
+    Shape: x [T, K], rows dense, gate_up [2 N, K] each, the gate's outputs first -> [T * k, N]
+    """
+    if not uses_triton(x):
+        return gated_by_expert(x, routing, partial(_linear, gate_up), gate_up.num_out // 2, glu)
+    return experts_product(x, routing, gate_up, glu)
 
 
 def add_experts(
-    residual: Tensor, x: Tensor, routing: Routing, experts: Experts, norm: Norm | None = None
+    residual: Tensor, gated: Tensor, routing: Routing, down: ExpertMatrix, norm: Norm | None = None
 ) -> Normed | None:
-    """Add the output of each row's experts to the residual in place. Returns norm(residual) if that
-    comes cheaply.
+    """Add the weighted outputs of each row's pairs to the residual in place. Returns norm(residual)
+    if that comes cheaply.
 
     Otherwise returns None, and the layer that reads the residual must apply `norm`.
-    Shape: residual [T, H] dense, x [T, H], rows dense -> [T, H]
+    Shape: residual [T, N] dense, gated [T * k, K], down [N, K] each -> [T, N]
     """
-    if not uses_triton(x):
-        add_experts_reference(residual, x, routing, experts)
+    if not uses_triton(gated):
+        add_by_expert(residual, gated, routing, partial(_linear, down))
         return None
-    gated = experts_product(x, routing, experts.gate_up, experts)
-    return add_parts(residual, experts_product(gated, routing, experts.down, None), norm)
+    return add_parts(residual, experts_product(gated, routing, down, None), norm)
 
 
-def add_experts_reference(residual: Tensor, x: Tensor, routing: Routing, experts: Experts) -> None:
-    """Unpacks one expert at a time, and only those that some row has."""
+def gated_by_expert(
+    x: Tensor, routing: Routing, product: ExpertProduct, num_out: int, glu: Glu
+) -> Tensor:
+    """`gated_experts`, one expert at a time, and only those that some row has."""
+    top_k = routing.ids.shape[1]
+    gated = x.new_empty(routing.ids.numel(), num_out)
+    for expert in routing.ids.unique().tolist():
+        row, choice = (routing.ids == expert).nonzero(as_tuple=True)
+        gated[row * top_k + choice] = _gated(product(expert, x[row]).float(), glu).to(x.dtype)
+    return gated
+
+
+def _gated(gate_up: Tensor, glu: Glu) -> Tensor:
+    if glu == SILU:  # row by row, so that torch rounds one alike wherever it lies
+        return silu_mul_reference(gate_up)
+    gate, up = gate_up.chunk(2, 1)
+    gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
+    return (up + glu.shift) * gate * torch.sigmoid(glu.alpha * gate)
+
+
+def add_by_expert(
+    residual: Tensor, gated: Tensor, routing: Routing, product: ExpertProduct
+) -> None:
+    """`add_experts`, one expert at a time, in their order."""
     total = torch.zeros_like(residual, dtype=torch.float32)
     for expert in routing.ids.unique().tolist():
         row, choice = (routing.ids == expert).nonzero(as_tuple=True)
-        gate_up, bias = expert_of(experts.gate_up, expert, x.dtype)
-        gate, up = F.linear(x[row], gate_up, bias).float().chunk(2, 1)
-        gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
-        gated = (up + 1) * gate * torch.sigmoid(experts.alpha * gate)
-        down, bias = expert_of(experts.down, expert, x.dtype)
-        y = F.linear(gated.to(x.dtype), down, bias).float()
+        y = product(expert, gated[row * routing.ids.shape[1] + choice]).float()
         total.index_add_(0, row, routing.weights[row, choice, None] * y)
     residual.add_(total.to(residual.dtype))
+
+
+def _linear(layer: ExpertMatrix, expert: int, rows: Tensor) -> Tensor:
+    return F.linear(rows, *expert_of(layer, expert, rows.dtype))

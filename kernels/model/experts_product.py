@@ -1,21 +1,25 @@
 """The kernel of products with experts' matrices, and how it is launched.
 
-A program multiplies a tile of rows that share an expert by some of its outputs. As in
-`narrow_product.py`, codes go from memory straight into the registers of the threads that multiply
-by them, those of the next steps while some are multiplied. A scale is a power of two, so it goes
-into the number that a code becomes, which stays exact.
+A program multiplies a tile of rows that share an expert by some of its outputs. Blocks of a plain
+matrix come through shared memory. As in `narrow_product.py`, codes go from memory straight into the
+registers of the threads that multiply by them, those of the next steps while some are multiplied. A
+scale is a power of two, so it goes into the number that a code becomes, which stays exact.
 """
 
 import torch
 from torch import Tensor
 
+from .._dispatch import num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .e2m1 import scaled_from_e2m1, unscaled
-from .expert_matrix import GROUP, ExpertMatrix, Experts
+from .expert_matrix import GROUP, ExpertMatrix, Glu
+from .narrow_matrix import NarrowMatrix
 from .narrow_numbers import in_order_by_warp, output_by_warp
 from .narrow_product import codes_of_steps
 from .routing import Routing
+
+_STEP_BYTES = 128  # of a plain matrix's row, in a step
 
 
 def _tiling(size: int, num_steps: int) -> dict[str, int]:
@@ -32,10 +36,18 @@ def _tiling(size: int, num_steps: int) -> dict[str, int]:
     return {"BLOCK_N": 64, "STEPS": steps, "num_warps": 4, "num_stages": 3}
 
 
-def experts_product(
-    x: Tensor, routing: Routing, layer: ExpertMatrix, gate: Experts | None
-) -> Tensor:
-    """With a gate, the gated outputs of each pair; else its outputs times its weight, which are the
+def _plain_tiling(size: int, x: Tensor) -> dict[str, int]:
+    """Outputs of a tile of `size` pairs, inputs of a step, warps, and steps loaded ahead.
+
+    The inputs of a step are the same for all sizes, since sums depend on them.
+    """
+    outs, step = (128 if size == 128 else 64), _STEP_BYTES // x.element_size()
+    stages = num_stages_of(3, (outs + size) * _STEP_BYTES, x.device)
+    return {"BLOCK_N": outs, "STEPS": step, "num_warps": outs // 16, "num_stages": stages}
+
+
+def experts_product(x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu | None) -> Tensor:
+    """With `glu`, the gated outputs of each pair; else its outputs times its weight, which are the
     parts of each row's sum.
 
     Sums are not split over K: that was slower on an H200 from a few rows on.
@@ -44,17 +56,25 @@ def experts_product(
     num_rows, top_k = routing.ids.shape
     num_pairs = num_rows * top_k
     matrix, num_out = layer.matrix, layer.num_out
-    assert matrix.kind == "fp4"
-    assert matrix.group == GROUP
-    assert matrix.num_in % (2 * GROUP) == 0
-    assert matrix.scale.is_contiguous()
-    assert matrix.num_in == x.shape[1]
+    assert matrix.shape[1] == x.shape[1]
     assert x.stride(-1) == 1
-    assert x.dtype != torch.float16, "it cannot hold every number of MXFP4"
     num_tiles, size = routing.tiles.pairs.shape
-    tiling = _tiling(size, matrix.codes.shape[1] // GROUP)
+    if isinstance(matrix, NarrowMatrix):
+        assert matrix.kind == "fp4"
+        assert matrix.group == GROUP
+        assert matrix.num_in % (2 * GROUP) == 0
+        assert matrix.scale.is_contiguous()
+        assert x.dtype != torch.float16, "it cannot hold every number of MXFP4"
+        codes, scale = matrix.codes.view(torch.int32), matrix.scale.view(torch.uint8)
+        width = matrix.codes.shape[1]
+        tiling = _tiling(size, width // GROUP)
+    else:
+        assert matrix.is_contiguous()
+        assert matrix.dtype == x.dtype
+        codes, scale, width = matrix, None, matrix.shape[1]
+        tiling = _plain_tiling(size, x)
     num_tiles *= triton.cdiv(num_out, tiling["BLOCK_N"])
-    if gate:
+    if glu:
         out = x.new_empty(num_pairs, num_out // 2)
     else:
         out = x.new_empty(top_k, num_rows, num_out, dtype=torch.float32)
@@ -63,19 +83,18 @@ def experts_product(
         x,
         routing.weights,
         *routing.tiles,
-        matrix.codes.view(torch.int32),
-        matrix.scale.view(torch.uint8),
+        codes,
+        scale,
         layer.bias,
-        gate.alpha if gate else 0.0,
-        gate.limit if gate else 0.0,
+        *(glu or (0.0, 0.0, 0.0)),
         num_rows,
-        num_out // 2 if gate else num_out,
+        num_out // 2 if glu else num_out,
         x.stride(0),
         layer.num_experts,
         TOP_K=top_k,
         NUM_ROWS=matrix.shape[0],
-        WIDTH=matrix.codes.shape[1],
-        GATED=gate is not None,
+        WIDTH=width,
+        GATED=glu is not None,
         BLOCK_M=size,
         WARPS=tiling["num_warps"],
         IN_PAIRS=x.is_cuda and x.element_size() == 2,
@@ -94,10 +113,11 @@ def _experts_kernel(
     experts_ptr,  # [tiles]
     pairs_ptr,  # [tiles, BLOCK_M]
     codes_ptr,  # [experts * outputs, WIDTH / 4] words; outputs: num_out or, GATED, 2 * num_out
-    scale_ptr,  # [groups, experts * outputs] exponents, 127 too large
-    bias_ptr,  # [experts * outputs]
+    scale_ptr,  # [groups, experts * outputs] exponents, 127 too large; None: codes are numbers
+    bias_ptr,  # [experts * outputs], or None
     alpha,
     limit,
+    shift,
     num_rows,
     num_out,
     x_stride,
@@ -136,25 +156,33 @@ def _experts_kernel(
         pair = tl.load(pairs_at, cache_modifier=".cg")
         is_pair = pair < num_rows * TOP_K
         weight_row = expert * num_weight_rows + in_expert
-        read_row = expert * num_weight_rows + read_in_expert
         x_row = pair // TOP_K if GATED else pair
         x_at = x_ptr + tl.where(is_pair, x_row, 0).to(tl.int64) * x_stride
-        codes_at = codes_ptr + read_row.to(tl.int64)[:, None] * (WIDTH // 4)
-        scale_at = scale_ptr + read_row
-        total = _sums(
-            x_at, codes_at, scale_at, is_pair, is_read,
-            NUM_ROWS, WIDTH, STEPS, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not GATED,
-        )  # fmt: skip
+        if scale_ptr is None:
+            weight_at = codes_ptr + weight_row.to(tl.int64)[:, None] * WIDTH
+            total = _plain_sums(
+                x_at, weight_at, is_pair, is_out[:, None],
+                WIDTH, STEPS, BLOCK_M, BLOCK_N, DEPENDENT and not GATED,
+            )  # fmt: skip
+        else:
+            read_row = expert * num_weight_rows + read_in_expert
+            codes_at = codes_ptr + read_row.to(tl.int64)[:, None] * (WIDTH // 4)
+            scale_at = scale_ptr + read_row
+            total = _sums(
+                x_at, codes_at, scale_at, is_pair, is_read,
+                NUM_ROWS, WIDTH, STEPS, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not GATED,
+            )  # fmt: skip
         pair = tl.load(pairs_at, cache_modifier=".cg")  # again: kept, it would spill registers
         is_pair = pair < num_rows * TOP_K
-        bias = tl.load(bias_ptr + weight_row, mask=is_out, other=0.0).to(tl.float32)
-        total += bias[:, None]
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + weight_row, mask=is_out, other=0.0).to(tl.float32)
+            total += bias[:, None]
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(total, [2, OUTS, BLOCK_M]), (1, 2, 0)))
             # Comparisons keep what is not a number, which tl.minimum would not.
             gate = tl.where(gate > limit, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-            y = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
+            y = (up + shift) * (gate / (1.0 + tl.exp(-alpha * gate)))
         else:
             y = total * tl.load(weights_ptr + pair, mask=is_pair, other=0.0)
         out_row = pair if GATED else pair % TOP_K * num_rows + pair // TOP_K
@@ -166,6 +194,23 @@ def _experts_kernel(
         )
     elif not GATED:
         wait_for_inputs(DEPENDENT)
+
+
+@triton.jit
+def _plain_sums(
+    x_at, weight_at, is_pair, is_out, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """`_sums` of a plain matrix."""
+    k = tl.arange(0, BLOCK_K)
+    y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    wait_for_inputs(WAITS)
+    for start in range(0, WIDTH, BLOCK_K):
+        is_in = start + k < WIDTH
+        weight = tl.load(weight_at + start + k[None, :], mask=is_out & is_in[None, :], other=0.0)
+        x = tl.load(x_at + start + k[:, None], mask=is_pair & is_in[:, None], other=0.0)
+        y = tl.dot(weight, x, y, input_precision="ieee")
+    return y
 
 
 @triton.jit

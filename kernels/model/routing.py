@@ -1,6 +1,6 @@
 """Routes rows to experts: each row's best experts and their weights, then the rows by expert.
 
-    weights = softmax of the k largest logits
+    weights = softmax of the k largest logits, or their shares of a softmax over all logits
 
 A pair is a row and one of its experts: pair = row * k + choice. Pairs of the same expert are put
 into tiles of a fixed size, in the order of their rows, so that a product reads an expert's weights
@@ -37,15 +37,16 @@ class Routing(NamedTuple):
     tiles: Tiles
 
 
-def route(logits: Tensor, top_k: int) -> Routing:
+def route(logits: Tensor, top_k: int, *, over_all: bool = False) -> Routing:
     """Choose each row's `top_k` largest logits; the first of equal ones.
 
-    A row's choice does not depend on the other rows. Shape: [T, E], rows dense.
+    Weights are a softmax over these, or with `over_all` over all logits. A row's choice does not
+    depend on the other rows. Shape: [T, E], rows dense.
     """
     num_rows, num_experts = logits.shape
     assert 0 < top_k <= num_experts
     if not uses_triton(logits):
-        return routing_of(*choose_reference(logits, top_k), num_experts)
+        return routing_of(*choose_reference(logits, top_k, over_all=over_all), num_experts)
     ids = torch.empty(num_rows, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits.device)
     padded = triton.next_power_of_2(num_experts)
@@ -65,6 +66,7 @@ def route(logits: Tensor, top_k: int) -> Routing:
         len(tiles.experts) if tiles else 0,
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
+        OVER_ALL=over_all,
         EXPERTS=padded,
         ROWS=block,
         SIZE=tiles.pairs.shape[1] if tiles else 1,
@@ -74,10 +76,14 @@ def route(logits: Tensor, top_k: int) -> Routing:
     return Routing(ids, weights, tiles) if tiles else routing_of(ids, weights, num_experts)
 
 
-def choose_reference(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def choose_reference(
+    logits: Tensor, top_k: int, *, over_all: bool = False
+) -> tuple[Tensor, Tensor]:
     """Ids and weights of each row's experts. Shape: [T, E] -> [T, k] int32, [T, k] float32."""
     sane = logits.float().nan_to_num(_FLOOR, posinf=torch.inf, neginf=_FLOOR)
     order = sane.argsort(dim=1, descending=True, stable=True)[:, :top_k]
+    if over_all:
+        return order.int(), sane.softmax(1).gather(1, order)
     return order.int(), sane.gather(1, order).softmax(1)
 
 
@@ -129,6 +135,7 @@ def _route_kernel(
     num_tiles,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    OVER_ALL: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -156,6 +163,8 @@ def _route_kernel(
         choice = tl.where(is_now, c, choice)
         left = tl.where(is_now, float("-inf"), left)
         total += tl.exp(top - best)
+    if OVER_ALL:
+        total = tl.sum(tl.exp(logits - best[:, None]), 1)
     is_chosen = (choice >= 0) & is_row[:, None]
     pair = row[:, None] * TOP_K + choice
     tl.store(ids_ptr + pair, tl.zeros_like(choice) + e[None, :], mask=is_chosen)

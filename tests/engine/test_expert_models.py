@@ -1,7 +1,9 @@
-"""gpt-oss with its experts in MXFP4 runs in our decoder, at 4 bits, or is refused by name."""
+"""Mixtures of experts run in our decoder: plain, or gpt-oss in MXFP4; or are refused by name."""
 
 import json
 import logging
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,8 @@ import torch
 from engines import GREEDY, engine_config, is_greedy, prompts, run, tokens
 from heads import save_tiny_head
 from paged import PROMPT, check_against_eager, run_prompt
-from quantised import quantise_experts
-from safetensors.torch import load_file
+from quantised import quantise, quantise_experts
+from safetensors.torch import load_file, save_file
 from tiny_models import DEVICE, VOCAB, Tiny, change_tensor
 from transformers import AutoModelForCausalLM
 from verification import HAS_KERNELS
@@ -22,6 +24,7 @@ from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel
 from outrider.engine.models.loading import load_network
+from outrider.kernels.cpu.layers import compiled
 
 SHAPE = {
     "hidden_size": 64,
@@ -88,9 +91,10 @@ def test_experts_take_the_bytes_of_their_file(quantised: Path) -> None:
         stored = sum(
             tensor.numel() * (1 if tensor.dtype == torch.uint8 else network.dtype.itemsize)
             for key, tensor in tensors.items()
-            if key.startswith(name)
+            if key.startswith(name) and not key.endswith("bias")
         )
-        assert block.mlp.experts.num_bytes == stored * 3 // 6  # a row has 3 of 6 experts
+        weights = block.mlp.gate_up.weight, block.mlp.down.weight
+        assert sum(weight.num_bytes for weight in weights) == stored * 3 // 6  # a row has 3 of 6
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu" and HAS_KERNELS, reason="too slow when interpreted")
@@ -206,3 +210,102 @@ def test_the_published_configuration_is_known(quantised: Path) -> None:
     }
     file.write_text(json.dumps(config | told))
     assert isinstance(load(quantised), Decoder)
+
+
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_plain_experts_give_the_logits_of_transformers(
+    norm_topk_prob: bool, is_stacked: bool, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    """Each expert has tensors of its own in published files; some files have them in one."""
+    path = plain = tiny_model("qwen3_moe", norm_topk_prob=norm_topk_prob)
+    if is_stacked:
+        path = Path(shutil.copytree(plain, tmp_path / "stacked"))
+        stack_experts(path)
+    config = ModelConfig(path=str(path), dtype="float32")
+    model = load_network(config, DEVICE, batch_invariant=None)
+    assert type(model) is Decoder
+    assert [block.mlp.chooser is None for block in model.blocks] == [False, True, False]
+    assert HAS_KERNELS or model.batch_invariant
+    check_against_eager(model, plain)
+
+
+def stack_experts(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("experts.0.gate_proj.weight")]:
+        experts = name.removesuffix(".0.gate_proj.weight")
+
+        def each(part: str, experts: str = experts) -> torch.Tensor:
+            return torch.stack([tensors.pop(f"{experts}.{i}.{part}.weight") for i in range(6)])
+
+        gate_up = each("gate_proj"), each("up_proj")
+        tensors[f"{experts}.gate_up_proj"] = torch.cat(gate_up, 1)
+        tensors[f"{experts}.down_proj"] = each("down_proj")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.skipif(HAS_KERNELS, reason="kernels know plain experts and those in MXFP4")
+@pytest.mark.parametrize("name", ["fp8 of blocks", "ct int8", "gptq, zero points"])
+def test_experts_in_any_format_run_on_a_cpu(name: str, tiny_model: Tiny, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = tiny_model("qwen3_moe", hidden_size=64, moe_intermediate_size=64, head_dim=32)
+    path = quantise(plain, tmp_path, name)
+    network = load(path)
+    assert type(network) is Decoder
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path / "meant", attn_implementation="eager")
+    with torch.inference_mode():
+        expected = eager(PROMPT[None]).logits[0]
+    torch.testing.assert_close(run_prompt(network).logits, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="a CPU has a product for each expert")
+def test_experts_in_a_format_that_no_kernel_knows_are_refused(
+    tiny_model: Tiny, tmp_path: Path
+) -> None:
+    path = quantise(tiny_model("qwen3_moe"), tmp_path, "ct fp8 of rows")
+    with pytest.raises(UnsupportedModelError, match="no kernel multiplies by experts in fp8"):
+        load(path)
+
+
+@pytest.mark.skipif(HAS_KERNELS, reason="a CPU's draft")
+def test_a_drafts_experts_are_rounded_to_8_bits_like_its_other_layers(tiny_model: Tiny) -> None:
+    config = ModelConfig(path=str(tiny_model("qwen3_moe", moe_intermediate_size=32)))
+    draft = load_network(config, DEVICE, is_draft=True)
+    plain = load_network(replace(config, dtype="float32"), DEVICE)
+    got, expected = run_prompt(draft).logits.float(), run_prompt(plain).logits
+    if compiled() is not None:
+        assert draft.weight_bytes < 0.4 * plain.weight_bytes
+    assert (got - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu" and HAS_KERNELS, reason="too slow when interpreted")
+@pytest.mark.parametrize("k", [0, 3])
+def test_answers_of_a_mixture_are_greedy(k: int, tiny_model: Tiny) -> None:
+    target, draft = tiny_model("qwen3_moe"), tiny_model("qwen3_moe", num_hidden_layers=1)
+    asked = prompts((3, 17, 40), VOCAB)
+    answers = run(Engine(engine_config(target, draft, k=k)), asked, GREEDY)
+    for prompt, outputs in zip(asked, answers, strict=True):
+        assert is_greedy(target, prompt, tokens(outputs))
+
+
+def test_a_mixtures_router_or_experts_that_differ_are_noticed(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as theirs
+
+    path, forward = tiny_model("qwen3_moe"), theirs.Qwen3MoeTopKRouter.forward
+
+    def worst(self: Any, x: torch.Tensor) -> Any:
+        logits, weights, ids = forward(self, x)
+        return logits, weights, (ids + 1) % self.num_experts
+
+    monkeypatch.setattr(theirs.Qwen3MoeTopKRouter, "forward", worst)
+    assert isinstance(load(path), HuggingFaceModel)
+    assert "computes the router of layer 0 differently" in caplog.text
+    monkeypatch.undo()
+    experts = theirs.Qwen3MoeExperts.forward
+    monkeypatch.setattr(
+        theirs.Qwen3MoeExperts, "forward", lambda self, *args: experts(self, *args) * (1 + 1e-3)
+    )
+    assert isinstance(load(path), HuggingFaceModel)
+    assert "computes layer 0 at position 0 differently" in caplog.text

@@ -17,7 +17,7 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel, PackedLinear
 from outrider.engine.models.loading import load_network
 
-OURS = {"llama", "mimo", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"}
+OURS = {"llama", "mimo", "mistral", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3"}
 
 
 @pytest.mark.parametrize("architecture", sorted(TINY))

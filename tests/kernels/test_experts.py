@@ -1,18 +1,26 @@
-"""Mixtures of experts in MXFP4 against the plain matrices that they stand for."""
+"""Mixtures of experts, plain or in MXFP4, against the formulas over plain matrices."""
 
 from itertools import count
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from verification import DEVICE, HAS_KERNELS
 
 from outrider.kernels.model import routing as routing_module
 from outrider.kernels.model.e2m1 import MOST_EXPONENT
-from outrider.kernels.model.expert_matrix import ExpertMatrix, Experts, expert_of
-from outrider.kernels.model.experts import add_experts, add_experts_reference
-from outrider.kernels.model.narrow_matrix import narrow_matrix
+from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu, expert_of
+from outrider.kernels.model.experts import (
+    add_by_expert,
+    add_experts,
+    gated_by_expert,
+    gated_experts,
+)
+from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
 from outrider.kernels.model.routing import Routing, choose_reference, route, tiles_of
+from outrider.kernels.model.row_codes import Normed
 
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 _seeds = count()
@@ -32,42 +40,88 @@ def make_matrix(num_experts: int, num_out: int, num_in: int) -> ExpertMatrix:
     return ExpertMatrix(matrix, randn(rows), num_experts)
 
 
+class Experts(NamedTuple):
+    gate_up: ExpertMatrix
+    down: ExpertMatrix
+    glu: Glu
+
+
 def make(num_experts: int = 5, width: int = 128, inner: int = 192) -> Experts:
     gate_up = make_matrix(num_experts, 2 * inner, width)
-    return Experts(gate_up, make_matrix(num_experts, width, inner), 1.7, 2.0)
+    return Experts(gate_up, make_matrix(num_experts, width, inner), Glu(1.7, 2.0, 1.0))
+
+
+def make_plain(
+    num_experts: int, width: int, inner: int, dtype: torch.dtype = torch.float32
+) -> Experts:
+    def matrix(num_out: int, num_in: int) -> ExpertMatrix:
+        numbers = randn(num_experts * num_out, num_in) * num_in**-0.5
+        return ExpertMatrix(numbers.to(dtype), None, num_experts)
+
+    return Experts(matrix(2 * inner, width), matrix(width, inner), SILU)
 
 
 def of_bfloat16(experts: Experts) -> Experts:
     def matrix(layer: ExpertMatrix) -> ExpertMatrix:
+        assert layer.bias is not None
         return layer._replace(bias=layer.bias.bfloat16())
 
     return experts._replace(gate_up=matrix(experts.gate_up), down=matrix(experts.down))
 
 
+def add(
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    routing: Routing,
+    experts: Experts,
+    norm: Norm | None = None,
+) -> Normed | None:
+    gated = gated_experts(x, routing, experts.gate_up, experts.glu)
+    return add_experts(residual, gated, routing, experts.down, norm)
+
+
+def add_reference(
+    residual: torch.Tensor, x: torch.Tensor, routing: Routing, experts: Experts
+) -> None:
+    def of(layer: ExpertMatrix) -> Any:
+        return lambda e, rows: functional.linear(rows, *expert_of(layer, e, rows.dtype))
+
+    inner = experts.gate_up.num_out // 2
+    gated = gated_by_expert(x, routing, of(experts.gate_up), inner, experts.glu)
+    add_by_expert(residual, gated, routing, of(experts.down))
+
+
 def by_row(x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
     """The formulas, one row and one expert at a time, in float64."""
     out = torch.zeros_like(x, dtype=torch.float64)
+    glu = experts.glu
+
+    def product(layer: ExpertMatrix, expert: int, inputs: torch.Tensor) -> torch.Tensor:
+        matrix, bias = expert_of(layer, expert, torch.float64)
+        return matrix @ inputs + (0 if bias is None else bias.double())
+
     for row in range(len(x)):
         for expert, weight in zip(routing.ids[row].tolist(), routing.weights[row], strict=True):
-            matrix, bias = expert_of(experts.gate_up, expert, torch.float64)
-            gate, up = (matrix @ x[row].double() + bias.double()).chunk(2)
-            gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
-            matrix, bias = expert_of(experts.down, expert, torch.float64)
-            y = matrix @ ((up + 1) * gate * (experts.alpha * gate).sigmoid()) + bias.double()
-            out[row] += weight.double() * y
+            gate, up = product(experts.gate_up, expert, x[row].double()).chunk(2)
+            gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
+            gated = (up + glu.shift) * gate * (glu.alpha * gate).sigmoid()
+            out[row] += weight.double() * product(experts.down, expert, gated)
     return out
 
 
 @needs_kernels
 @pytest.mark.parametrize("num_rows", [1, 2, 9, 40, 300])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(5, 2), (32, 4)])
-def test_rows_get_their_best_experts(num_rows: int, num_experts: int, top_k: int) -> None:
+@pytest.mark.parametrize("over_all", [False, True])
+def test_rows_get_their_best_experts(
+    num_rows: int, num_experts: int, top_k: int, over_all: bool
+) -> None:
     logits = randn(num_rows, num_experts + 3)[:, :num_experts]
     logits[0] = 1.0  # all alike
     logits[-1, 1:3] = torch.nan
     logits[-1, 3:] = -torch.inf
-    got = route(logits, top_k)
-    ids, weights = choose_reference(logits, top_k)
+    got = route(logits, top_k, over_all=over_all)
+    ids, weights = choose_reference(logits, top_k, over_all=over_all)
     assert torch.equal(got.ids, ids)
     torch.testing.assert_close(got.weights, weights)
     assert torch.equal(got.ids[0], torch.arange(top_k, device=DEVICE, dtype=torch.int32))
@@ -106,17 +160,18 @@ def test_every_pair_is_in_one_tile_of_its_expert(
 @needs_kernels
 @pytest.mark.parametrize("num_rows", [1, 7, 60])
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_kernel_equals_the_formulas(num_rows: int, with_norm: bool) -> None:
-    experts = make()
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_kernel_equals_the_formulas(num_rows: int, with_norm: bool, is_plain: bool) -> None:
+    experts = make_plain(5, 128, 200) if is_plain else make()
     x = randn(num_rows, 131)[:, :128]  # rows need not follow each other
     residual = randn(num_rows, 128)
     norm = Norm(randn(128), 1e-5) if with_norm else None
     routing = route(randn(num_rows, 5), 2)
     expected = residual.double() + by_row(x, routing, experts)
     plain = residual.clone()
-    add_experts_reference(plain, x, routing, experts)
+    add_reference(plain, x, routing, experts)
     torch.testing.assert_close(plain.double(), expected, rtol=1e-4, atol=1e-4)
-    normed = add_experts(residual, x, routing, experts, norm)
+    normed = add(residual, x, routing, experts, norm)
     torch.testing.assert_close(residual.double(), expected, rtol=1e-4, atol=1e-4)
     assert (normed is None) == (norm is None)
     if norm is not None:
@@ -129,25 +184,40 @@ def test_kernel_equals_the_formulas(num_rows: int, with_norm: bool) -> None:
 @pytest.mark.skipif(DEVICE.type == "cpu" and HAS_KERNELS, reason="the interpreter lacks bfloat16")
 @pytest.mark.parametrize("num_rows", [1, 40, 300])
 @pytest.mark.parametrize("width", [64, 128, 448])  # a loop of one turn, longer ones, several turns
-def test_bfloat16_equals_the_formulas_but_for_rounding(num_rows: int, width: int) -> None:
-    experts = of_bfloat16(make(3, width, width))
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_bfloat16_equals_the_formulas_but_for_rounding(
+    num_rows: int, width: int, is_plain: bool
+) -> None:
+    plain, narrow = make_plain(3, width, width, torch.bfloat16), make(3, width, width)
+    experts = plain if is_plain else of_bfloat16(narrow)
     x = randn(num_rows, width).bfloat16()
     routing = route(randn(num_rows, 3), 2)
     residual = torch.zeros_like(x)
-    add_experts(residual, x, routing, experts)
+    add(residual, x, routing, experts)
     expected = by_row(x, routing, experts)
     assert (residual.double() - expected).norm() < 0.01 * expected.norm()
 
 
 @needs_kernels
+@pytest.mark.parametrize("width", [24, 64, 200])
+def test_plain_matrices_of_any_width(width: int) -> None:
+    experts, x = make_plain(4, width, width // 2 + 3), randn(9, width)
+    routing = route(randn(9, 4), 2, over_all=True)
+    residual = torch.zeros_like(x)
+    add(residual, x, routing, experts)
+    torch.testing.assert_close(residual.double(), by_row(x, routing, experts), rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("is_plain", [False, True])
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
-def test_tiles_of_every_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_every_size(size: int, is_plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing_module, "_TILES", (size,))
-    experts, x = make(3, 64, 64), randn(50, 64)
+    experts, x = (make_plain if is_plain else make)(3, 64, 64), randn(50, 64)
     routing = route(randn(50, 3), 2)
     assert routing.tiles.pairs.shape[1] == size
     residual = torch.zeros_like(x)
-    add_experts(residual, x, routing, experts)
+    add(residual, x, routing, experts)
     torch.testing.assert_close(residual.double(), by_row(x, routing, experts), rtol=1e-4, atol=1e-4)
 
 
@@ -155,11 +225,13 @@ def test_tiles_of_every_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None
 def test_scales_of_every_exponent() -> None:
     """2^-127 is subnormal; 2^65 is the largest that is served."""
     experts = make(1, 64, 64)
-    exponent = experts.down.matrix.scale.view(torch.uint8)
+    matrix = experts.down.matrix
+    assert isinstance(matrix, NarrowMatrix)
+    exponent = matrix.scale.view(torch.uint8)
     exponent[0], exponent[1] = 0, MOST_EXPONENT
     x, routing = randn(3, 64), route(randn(3, 1), 1)
     residual = torch.zeros_like(x)
-    add_experts(residual, x, routing, experts)
+    add(residual, x, routing, experts)
     expected = by_row(x, routing, experts)
     # Of the largest: sums of such numbers may cancel out.
     torch.testing.assert_close(
@@ -172,23 +244,25 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
     experts = make()
     x, logits = randn(20, 128), randn(20, 5)
     clean = torch.zeros_like(x)
-    add_experts(clean, x, route(logits, 2), experts)
+    add(clean, x, route(logits, 2), experts)
     x[4], logits[4] = torch.nan, torch.nan
     residual = torch.zeros_like(x)
-    add_experts(residual, x, route(logits, 2), experts)
+    add(residual, x, route(logits, 2), experts)
     others = torch.arange(20, device=DEVICE) != 4
     torch.testing.assert_close(residual[others], clean[others])
     assert residual[4].isnan().all()
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter's products are numpy's")
-def test_a_row_comes_out_the_same_in_any_company() -> None:
-    experts = of_bfloat16(make(8, 960, 960))
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_row_comes_out_the_same_in_any_company(is_plain: bool) -> None:
+    plain, narrow = make_plain(8, 960, 960, torch.bfloat16), make(8, 960, 960)
+    experts = plain if is_plain else of_bfloat16(narrow)
     logits, x = randn(900, 8), randn(900, 960).bfloat16()
 
     def outputs(some: slice) -> torch.Tensor:
         out = torch.zeros_like(x[some])
-        add_experts(out, x[some], route(logits[some], 4), experts)
+        add(out, x[some], route(logits[some], 4), experts)
         return out
 
     whole = outputs(slice(None))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model.attention_items import list_items
-from outrider.kernels.model.expert_matrix import ExpertMatrix, Experts
+from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu
 from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.narrow_linear import narrow_linear
 from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix
@@ -64,10 +64,27 @@ def test_experts_do_not_overwrite_what_is_multiplied(size: int, num_in: int) -> 
         layer, int32 = make_experts(num_in), torch.int32
         tiles = Tiles(empty(9, dtype=int32), empty(9, size, dtype=int32))
         routing = Routing(empty(50, 4, dtype=int32), empty(50, 4, dtype=torch.float32), tiles)
-        experts_product(empty(50, num_in), routing, layer, Experts(layer, layer, 1.7, 7.0))
+        experts_product(empty(50, num_in), routing, layer, Glu(1.7, 7.0, 1.0))
         experts_product(empty(200, num_in), routing, layer, None)
     assert len(kernels) == 2
     check(kernels)
+
+
+@pytest.mark.parametrize("gpu", [machine_code.H100, machine_code.RTX_4090])
+@pytest.mark.parametrize("size", [16, 128])
+def test_plain_experts_are_multiplied_by_tensor_cores(gpu: machine_code.Gpu, size: int) -> None:
+    with machine_code.launches(gpu) as kernels:
+        int32 = torch.int32
+        gate_up, down = (ExpertMatrix(empty(8 * 960, size), None, 8) for size in (512, 480))
+        tiles = Tiles(empty(9, dtype=int32), empty(9, size, dtype=int32))
+        routing = Routing(empty(50, 4, dtype=int32), empty(50, 4, dtype=torch.float32), tiles)
+        experts_product(empty(50, 512), routing, gate_up, SILU)
+        experts_product(empty(200, 480), routing, down, None)
+    assert len(kernels) == 2
+    for kernel in kernels:
+        code = machine_code.disassembled(kernel)
+        assert re.search(r"\bHG?MMA\b", code)
+        assert not re.search(r"\bSTL\b", code), "registers are spilled"
 
 
 def test_numbers_that_share_a_word_are_converted_together() -> None:

@@ -49,6 +49,16 @@ TINY: dict[str, dict[str, object]] = {
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
     "gpt2": {},
     "gpt_neox": {},
+    "qwen3_moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
     "gpt_oss": {
         "num_key_value_heads": 2,
         "head_dim": 16,

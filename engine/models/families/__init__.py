@@ -9,11 +9,12 @@ from ..decoder import Decoder
 from .base import Family
 from .gpt_oss import GptOss
 from .llama import Llama, SeedOss, SmolLM3, Windowed
+from .qwen3_moe import Qwen3Moe
 
 # By model type.
 FAMILIES: dict[str, type[Family]] = {
     model_type: family
-    for family in (GptOss, Llama, SeedOss, SmolLM3, Windowed)
+    for family in (GptOss, Llama, Qwen3Moe, SeedOss, SmolLM3, Windowed)
     for model_type in family.model_types
 }
 

@@ -6,13 +6,14 @@
 The weights are a softmax over the logits of the row's experts, the largest of its router.
 """
 
+from outrider.kernels.model.expert_matrix import Glu
 from outrider.kernels.model.rms_norm import Norm
 
 from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint
 from ..formats.mxfp4 import read_experts
 from ..parts.base import Part
-from ..parts.experts import ExpertMLP, ExpertWeights
+from ..parts.experts import ExpertMLP
 from .llama import Windowed
 
 _ALPHA, _LIMIT = 1.702, 7.0  # which transformers 5.17 has in its code, not in its configuration
@@ -31,18 +32,15 @@ class GptOss(Windowed):
         tensors, blocks = self.tensors, f"{experts}.gate_up_proj_blocks"
         if not isinstance(tensors, Checkpoint) or blocks not in tensors:
             raise UnsupportedModelError("only experts in MXFP4 have a decoder here")
-        num_experts, width = config.num_local_experts, config.hidden_size
-        inner = config.intermediate_size
-        gate_up = (num_experts, 2 * inner, width)
+        num_experts, top_k = config.num_local_experts, config.num_experts_per_tok
+        width, inner = config.hidden_size, config.intermediate_size
+        gate_up, down = (num_experts, 2 * inner, width), (num_experts, width, inner)
         return ExpertMLP(
             norm=norm,
             router=tensors.linear(width, {f"{name}.router": num_experts}),
-            experts=ExpertWeights(
-                gate_up=read_experts(tensors, f"{experts}.gate_up_proj", gate_up, interleaved=True),
-                down=read_experts(tensors, f"{experts}.down_proj", (num_experts, width, inner)),
-                top_k=config.num_experts_per_tok,
-                alpha=config.swiglu_alpha or _ALPHA,
-                limit=config.swiglu_limit or _LIMIT,
-            ),
+            gate_up=read_experts(tensors, f"{experts}.gate_up_proj", gate_up, top_k, gated=True),
+            down=read_experts(tensors, f"{experts}.down_proj", down, top_k),
+            glu=Glu(config.swiglu_alpha or _ALPHA, config.swiglu_limit or _LIMIT, 1.0),
+            top_k=top_k,
             chooser=f"{name}.router",
         )

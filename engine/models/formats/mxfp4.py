@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.model.e2m1 import MOST_EXPONENT
-from outrider.kernels.model.expert_matrix import GROUP, ExpertMatrix, expert_of
+from outrider.kernels.model.expert_matrix import GROUP
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
 from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint, Lent, Read, check_shape
+from ..parts.experts import ExpertWeights, stacked
+from ..weights import Layer
 
 
 def reader(config: dict[str, Any]) -> Read:
@@ -19,11 +21,11 @@ def reader(config: dict[str, Any]) -> Read:
 
 
 def read_experts(
-    tensors: Checkpoint, name: str, shape: tuple[int, int, int], *, interleaved: bool = False
-) -> ExpertMatrix:
+    tensors: Checkpoint, name: str, shape: tuple[int, int, int], top_k: int, *, gated: bool = False
+) -> Layer[ExpertWeights]:
     """The same linear layer of every expert, in MXFP4 also on a CPU; read one expert at a time.
 
-    With `interleaved`, even outputs are the gate's, and come first. Shape: [E, N, K].
+    If `gated`, even outputs are the gate's in the file; here they come first. Shape: [E, N, K].
     Raises UnsupportedModelError or ValueError naming a tensor that is missing or not as it must be.
     """
     tensors.has_quantised = True
@@ -53,7 +55,7 @@ def read_experts(
     for expert in range(num_experts):
         pairs = tensors.part(blocks, expert)  # [N, K / 32, 16], even inputs low
         exponent = tensors.part(scales, expert)  # [N, K / 32], 127 too large
-        if interleaved:
+        if gated:
             pairs = torch.cat((pairs[::2], pairs[1::2]))
             exponent = torch.cat((exponent[::2], exponent[1::2]))
         numbers = torch.stack((pairs & 15, pairs >> 4), 3).view(num_out, num_in)
@@ -78,20 +80,13 @@ def read_experts(
         group=GROUP,
     )
     offsets = tensors.tensor(bias)
-    if interleaved:
+    if gated:
         offsets = torch.cat((offsets[:, ::2], offsets[:, 1::2]), 1)
-    layer = ExpertMatrix(matrix, offsets.flatten(), num_experts)
-    tensors.lent.append(Lent([name], lambda: [_as_stored(layer, tensors.dtype, interleaved)]))
-    return layer
+    weights = stacked(matrix, num_experts, top_k, tensors.dtype)
 
+    def as_in_modules() -> list[Tensor]:
+        whole = weights.dequantised().view(num_experts, 2 if gated else 1, -1, num_in)
+        return [whole.permute(0, 3, 2, 1).flatten(2)]
 
-def _as_stored(layer: ExpertMatrix, dtype: torch.dtype, interleaved: bool) -> Tensor:
-    """The matrices as transformers' modules have them: transposed. Shape: [E, K, N]."""
-    num_in, num_out = layer.matrix.num_in, layer.num_out
-    whole = layer.bias.new_empty(layer.num_experts, num_in, num_out, dtype=dtype)
-    for i, transposed in enumerate(whole):
-        matrix, _ = expert_of(layer, i, dtype)
-        if interleaved:
-            matrix = matrix.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
-        transposed.copy_(matrix.t())
-    return whole
+    tensors.lent.append(Lent([name], as_in_modules))
+    return Layer(weights, offsets.flatten(), "outputs" if gated else "inputs")

@@ -19,7 +19,7 @@ A confidence head estimates how likely draft i is accepted if those before it ar
 sigmoid(w . [h_i; e] + b).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
 from ..attention import ForwardBatch, PagedAttention, Rope
-from ..weights import Linear
+from ..weights import Change, Linear
 from .config import BlockConfig
 from .head import Head
 
@@ -89,7 +89,7 @@ class BlockHead(Head):
         self.markov = markov
         self.confidence = confidence
 
-    def change_linears(self, change: Callable[[Linear], Linear]) -> None:
+    def change_linears(self, change: Change) -> None:
         super().change_linears(change)
         self.context = [layer._replace(kv=change(layer.kv)) for layer in self.context]
         if self.markov is not None:

@@ -1,7 +1,7 @@
 """The common part of heads: layers that read the target's hidden states and draft for it."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from outrider.kernels.model.rms_norm import Norm
 
 from ..attention import ForwardBatch
 from ..blocks import Block, Stack
-from ..weights import Linear, StoredWeights
+from ..weights import Change, Layer, Linear, Weight
 
 
 class Head(Stack):
@@ -43,10 +43,10 @@ class Head(Stack):
         return len(self.norm.weight)
 
     @property
-    def weights(self) -> list[StoredWeights]:
-        return [*super().weights, self.fc.weight]
+    def linears(self) -> list[Layer[Weight]]:
+        return [*super().linears, self.fc]
 
-    def change_linears(self, change: Callable[[Linear], Linear]) -> None:
+    def change_linears(self, change: Change) -> None:
         super().change_linears(change)
         self.fc = change(self.fc)
 

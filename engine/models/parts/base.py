@@ -12,7 +12,6 @@ model and asks them, and knows no kinds.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
@@ -22,7 +21,7 @@ from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.row_codes import Normed
 
 from ..attention import ForwardBatch, PagedAttention, Rope
-from ..weights import Linear, StoredWeights
+from ..weights import Change, Layer, Linear, Weight
 
 
 class Compiled(NamedTuple):
@@ -35,7 +34,7 @@ class Compiled(NamedTuple):
 
 @dataclass(slots=True)
 class Part(ABC):
-    """A part of a block; those of its fields that are a `Linear` are its linear layers."""
+    """A part of a block; those of its fields that are a `Layer` are its linear layers."""
 
     norm: Norm
 
@@ -51,16 +50,14 @@ class Part(ABC):
         return None
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
-        return tuple(self._linears().values())
+    def linears(self) -> dict[str, Layer[Weight]]:
+        """By their names here, each with the axis along which ranks would share it."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Layer)}
 
-    @property
-    def weights(self) -> tuple[StoredWeights, ...]:
-        return tuple(linear.weight for linear in self.linears)
-
-    def changed(self, change: Callable[[Linear], Linear]) -> Self:
+    def changed(self, change: Change) -> Self:
         """The same part with its linear layers replaced, one by one in their order."""
-        changed: dict[str, Any] = {name: change(each) for name, each in self._linears().items()}
+        changed: dict[str, Any] = {name: change(each) for name, each in self.linears.items()}
         return replace(self, **changed)
 
     def compiled(self) -> Compiled | None:
@@ -83,7 +80,3 @@ class Part(ABC):
     def choosing(self, *chosen: Tensor) -> Self:
         """The same part with these choices."""
         raise NotImplementedError
-
-    def _linears(self) -> dict[str, Linear]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Linear)}

@@ -1,34 +1,159 @@
 """An MLP of which each row takes a few experts, chosen by a router."""
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.model.expert_matrix import ExpertMatrix, Experts
-from outrider.kernels.model.experts import add_experts
+from outrider.kernels.model.expert_matrix import ExpertMatrix, Glu, part_of
+from outrider.kernels.model.experts import (
+    ExpertProduct,
+    add_by_expert,
+    add_experts,
+    gated_by_expert,
+    gated_experts,
+)
+from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.routing import Routing, route, routing_of
 from outrider.kernels.model.row_codes import Normed
 
+from ..admission import UnsupportedModelError
 from ..attention import ForwardBatch
-from ..weights import Linear, StoredWeights
+from ..checkpoint import AnyCheckpoint, Lent
+from ..narrow_weight import Narrow
+from ..weights import Axis, Dense, Layer, Linear, Matrix, Weight
 from .base import Part
 
 
-class ExpertWeights(StoredWeights):
-    """The matrices of all experts of a layer, in MXFP4."""
+class ExpertWeights(Weight):
+    """The matrices of all experts, [E N, K], of which a row takes those that it is routed to."""
+
+    @abstractmethod
+    def gated(self, x: Tensor, routing: Routing, bias: Tensor | None, glu: Glu) -> Tensor:
+        """As `gated_experts`. Shape: x [T, K] -> [T * k, N / 2]."""
+
+    @abstractmethod
+    def add_to(
+        self, x: Tensor, gated: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
+    ) -> Normed | None:
+        """As `add_experts`. Shape: x [T, N], gated [T * k, K]."""
+
+    def as_batch_invariant(self, bias: Tensor | None) -> "ExpertWeights":
+        return self  # each row is summed in one order anyway
+
+
+class StackedExperts(ExpertWeights):
+    """Matrices in one tensor, for our kernels: plain, or in MXFP4."""
+
+    batch_invariant = True
 
     def __init__(
-        self, gate_up: ExpertMatrix, down: ExpertMatrix, *, top_k: int, alpha: float, limit: float
+        self, matrix: Tensor | NarrowMatrix, num_experts: int, top_k: int, dtype: torch.dtype
     ) -> None:
-        """Shape: gate_up [E, 2 I, hidden], the gate first; down [E, hidden, I]."""
-        self.matrices = Experts(gate_up, down, alpha, limit)
-        self.top_k = top_k
-        self.num_bytes = (gate_up.num_bytes + down.num_bytes) * top_k // gate_up.num_experts
-        self.format = gate_up.matrix.kind
-        self.batch_invariant = uses_triton(down.bias)
+        self._matrix, self._num_experts, self._dtype = matrix, num_experts, dtype
+        self.shape = (matrix.shape[0], matrix.shape[1])
+        self.num_bytes = self._with(None).num_bytes * top_k // num_experts
+        self.format = matrix.kind if isinstance(matrix, NarrowMatrix) else ""
+
+    def _with(self, bias: Tensor | None) -> ExpertMatrix:
+        return ExpertMatrix(self._matrix, bias, self._num_experts)
+
+    def gated(self, x: Tensor, routing: Routing, bias: Tensor | None, glu: Glu) -> Tensor:
+        return gated_experts(x, routing, self._with(bias), glu)
+
+    def add_to(
+        self, x: Tensor, gated: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
+    ) -> Normed | None:
+        return add_experts(x, gated, routing, self._with(bias), norm)
+
+    def dequantised(self) -> Tensor:
+        matrix = self._matrix
+        return dequantise(matrix, self._dtype) if isinstance(matrix, NarrowMatrix) else matrix
+
+    def packed(self, *, rounds: bool) -> ExpertWeights:
+        return self
+
+
+class SeparateExperts(ExpertWeights):
+    """Matrices in any format, for a CPU: each expert that some row takes has its own product."""
+
+    def __init__(self, weights: Sequence[Matrix], top_k: int) -> None:
+        self._weights, self._top_k = list(weights), top_k
+        self.shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
+        self.num_bytes = sum(weight.num_bytes for weight in weights) * top_k // len(weights)
+        self.format = weights[0].format
+        self.batch_invariant = all(weight.batch_invariant for weight in weights)
+        self.input_eps = max(weight.input_eps for weight in weights)
+
+    def _product(self, bias: Tensor | None) -> ExpertProduct:
+        weights = self._weights
+        biases = [None] * len(weights) if bias is None else bias.view(len(weights), -1)
+        return lambda expert, rows: weights[expert].multiply(rows, biases[expert])
+
+    def gated(self, x: Tensor, routing: Routing, bias: Tensor | None, glu: Glu) -> Tensor:
+        num_out = self._weights[0].shape[0] // 2
+        return gated_by_expert(x, routing, self._product(bias), num_out, glu)
+
+    def add_to(
+        self, x: Tensor, gated: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
+    ) -> None:
+        add_by_expert(x, gated, routing, self._product(bias))
+
+    def dequantised(self) -> Tensor:
+        return torch.cat([weight.dequantised() for weight in self._weights])
+
+    def packed(self, *, rounds: bool) -> ExpertWeights:
+        each = [weight.packed(rounds=rounds) for weight in self._weights]
+        return SeparateExperts(each, self._top_k)
+
+
+def stacked(
+    matrix: Tensor | NarrowMatrix, num_experts: int, top_k: int, dtype: torch.dtype
+) -> ExpertWeights:
+    """Matrices in one tensor, as this device multiplies by them. Shape: [E N, K]."""
+    if uses_triton(matrix if isinstance(matrix, Tensor) else matrix.codes):
+        return StackedExperts(matrix, num_experts, top_k, dtype)
+    parts = [part_of(matrix, i, num_experts) for i in range(num_experts)]
+    return SeparateExperts(
+        [Dense(part) if isinstance(part, Tensor) else Narrow(part, dtype) for part in parts], top_k
+    )
+
+
+def read_experts(
+    tensors: AnyCheckpoint,
+    name: str,
+    stored: str,
+    sizes: dict[str, int],
+    *,
+    num_experts: int,
+    num_inputs: int,
+    top_k: int,
+    axis: Axis,
+) -> Layer[ExpertWeights]:
+    """The layers `sizes` of all experts, stacked as `stored` or one by one, in any format.
+
+    Raises as AnyCheckpoint.linear does, and UnsupportedModelError if no kernel knows the format.
+    """
+    num_out, whole = sum(sizes.values()), f"{name}.{stored}"
+    if whole in tensors:
+        matrix = tensors.tensor(whole, num_experts, num_out, num_inputs).flatten(0, 1)
+        return Layer(stacked(matrix, num_experts, top_k, tensors.dtype), None, axis)
+    each = [
+        tensors.weight({f"{name}.{i}.{part}": (size, num_inputs) for part, size in sizes.items()})
+        for i in range(num_experts)
+    ]
+    weights: ExpertWeights = SeparateExperts(each, top_k)
+    if uses_triton(torch.empty(0, device=tensors.device)):
+        if not all(isinstance(weight, Dense) for weight in each):
+            raise UnsupportedModelError(f"no kernel multiplies by experts in {weights.format}")
+        weights = stacked(weights.dequantised(), num_experts, top_k, tensors.dtype)
+    shape = num_experts, num_out, num_inputs
+    tensors.lent.append(Lent([whole], lambda: [weights.dequantised().view(shape)]))
+    return Layer(weights, None, axis)
 
 
 @dataclass(slots=True)
@@ -39,7 +164,11 @@ class ExpertMLP(Part):
     """
 
     router: Linear
-    experts: ExpertWeights
+    gate_up: Layer[ExpertWeights]  # the gate's outputs, then those of `up`
+    down: Layer[ExpertWeights]
+    glu: Glu
+    top_k: int
+    over_all: bool = False  # whether weights are shares of a softmax over all experts
     chooser: str | None = None
     choice: Routing | None = None  # of all rows, if it is made already
 
@@ -49,18 +178,19 @@ class ExpertMLP(Part):
         if normed is None:
             normed = rms_norm(x, self.norm)
         assert isinstance(normed, Tensor)
-        routing = self.choice or route(self.router(normed), self.experts.top_k)
-        return add_experts(x, normed, routing, self.experts.matrices, next_norm)
+        routing = self.choice or self._route(self.router(normed))
+        gate_up, down = self.gate_up, self.down
+        gated = gate_up.weight.gated(normed, routing, gate_up.bias, self.glu)
+        return down.weight.add_to(x, gated, routing, down.bias, next_norm)
 
-    @property
-    def weights(self) -> tuple[StoredWeights, ...]:
-        return self.router.weight, self.experts
+    def _route(self, logits: Tensor) -> Routing:
+        return route(logits, self.top_k, over_all=self.over_all)
 
     def chooses(self, *chosen: Tensor) -> bool:
         normed, logits, weights, ids = chosen
         eps, theirs = torch.finfo(logits.dtype).eps, logits.float()
         ours = self.router(normed).float()
-        routing = route(logits, ids.shape[1])  # before a verdict: compiling launches both
+        routing = self._route(logits)  # before a verdict: compiling launches both
         if not (ours - theirs).norm() <= 8 * eps * theirs.norm():
             return False
         # Of equal logits either may be chosen.
