@@ -107,7 +107,8 @@ class Worker:
 
         def rehearse(num_seqs: int, num_rows: int) -> None:
             scored = self.pair.target.rehearse_short(num_seqs, num_rows)
-            self.proposer.rehearse_short(num_seqs, num_rows, scored)
+            for source in self.proposer.sources:
+                source.rehearse_short(num_seqs, num_rows, scored)
 
         return [
             partial(rehearse, num_seqs, num_rows)
@@ -136,7 +137,8 @@ class Worker:
         """Run the largest step on dummy sequences, to measure its memory."""
         num_logits = min(self.slots.max_num_seqs * (self.slots.max_drafts + 1), self._most_rows)
         scored = self.scorer.rehearse(self._most_rows, num_logits)
-        self.proposer.rehearse(scored)
+        for source in self.proposer.sources:
+            source.rehearse(scored)
         self.verifier.rehearse(scored.logits)
 
     def capture(self, report: ReportProgress) -> None:
@@ -150,7 +152,8 @@ class Worker:
             progress,
             most_rows_per_seq=self.slots.max_drafts + 1,
         )
-        self.proposer.capture(report)  # after the target: a head's graphs read the target's taps
+        for source in self.proposer.sources:  # after the target: a head's graphs read its taps
+            source.capture(report)
         self.verifier.capture(logits)
 
     @torch.inference_mode()

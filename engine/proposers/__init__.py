@@ -9,7 +9,6 @@ from ..models.network import Network
 from ..models.pair import ModelPair
 from ..request import Request
 from ..state.slots import Slots
-from .base import Source
 from .block import BlockByBlock, MasksAfterAnchor, MasksAfterLastRow
 from .draft_model import DraftModel
 from .draws import Draws
@@ -17,7 +16,7 @@ from .head import Drafter, HeadSource
 from .lookup import Lookup
 from .ngram import NgramLookup
 from .predictions import Prediction
-from .proposer import Proposer
+from .proposer import Proposer, Source
 from .token_by_token import LastRows, TokenByToken
 
 __all__ = ["Proposer", "build_proposer"]

@@ -6,7 +6,6 @@ one after another, from logits that were computed together.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -48,15 +47,6 @@ class Block:
         self.seqs = kept if self.seqs is None else self.seqs[kept]
 
 
-class Blocks(Protocol):
-    """Computes the logits of whole blocks, whose rows begin at the last known token."""
-
-    num_more_rows: int  # rows of a block less its drafts
-
-    def __call__(self, packed: Tensor, shape: Shape, k: int) -> Block:
-        """The blocks of a batch packed to this shape."""
-
-
 class MasksAfterAnchor:
     """DFlash and DSpark.
 
@@ -66,7 +56,7 @@ class MasksAfterAnchor:
 
     def __init__(self, head: BlockHead, slots: Slots) -> None:
         self._head, self._slots = head, slots
-        self.num_more_rows = head.num_leading_rows
+        self.num_more_rows = head.num_leading_rows  # of a block than it has drafts
 
     def read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
         """Store the head's keys and values for a pass of the target."""
@@ -115,7 +105,7 @@ class BlockByBlock(Drafter):
     def __init__(
         self,
         head: Head,
-        blocks: Blocks,
+        blocks: MasksAfterAnchor | MasksAfterLastRow,
         draws: Draws,
         slots: Slots,
         markov: MarkovHead | None = None,

@@ -16,8 +16,8 @@ from ..request import Request
 from ..scheduling.plan import Plan, ScheduledRequest, sampling_kind, slots_of
 from ..state.batch import HostBatch
 from ..state.slots import Slots
-from .base import Counts, Source
 from .draws import Draws
+from .proposer import Counts, Source
 
 
 class _Reading(NamedTuple):

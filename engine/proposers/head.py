@@ -23,8 +23,8 @@ from ..scheduling.plan import SAMPLING_KINDS, Plan, ScheduledRequest, sampling_k
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP
 from ..state.slots import Slots
-from .base import Counts, Source
 from .draws import Draws, LogitsOf
+from .proposer import Counts, Source
 
 # Computes the head's rows for a pass of the target: (integers, shape, taps, *BatchRows) -> any
 # tensor. Shape: taps [T, num_taps, target's hidden].

@@ -9,7 +9,7 @@ from outrider.kernels.verify.sampling import MAX_DRAFTS
 from ..request import Request
 from ..scheduling.plan import Plan, ScheduledRequest, SourceName, Wish
 from ..state.slots import Slots
-from .base import Counts, Source
+from .proposer import Counts, Source
 
 # Tokens that must agree before a step goes without drafts, so that lookups may follow a model's.
 SURE_TOKENS = 4

@@ -1,6 +1,7 @@
-"""The chain of sources that draft for a plan, and what it does when one of them fails."""
+"""Sources of drafts, and the chain of them that drafts for a plan."""
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -11,13 +12,63 @@ from outrider.kernels.verify.sampling import STATE_LOG_Z
 from ..api import ReportProgress
 from ..models.network import Pass
 from ..request import Request
-from ..scheduling.plan import Plan, Wish
+from ..scheduling.plan import Plan, SourceName, Wish
 from ..state.host_copy import uploaded
 from ..state.slots import DraftDistributions
-from .base import Counts, Source
 from .draws import Draws
 
 log = logging.getLogger(__name__)
+
+Counts = dict[int, int]  # numbers of drafts, by slot
+
+
+class Source(ABC):
+    """Drafts for some of a plan's sequences: it writes tokens into their slots, after the known
+    ones.
+
+    What it drafts may depend on anything but on what the target makes of it. It counts positions
+    from the tokens that the device knows.
+    """
+
+    name: SourceName
+    draws: Draws | None = None  # what it draws drafts with; None: they are one-hot
+
+    def looks_up(self, request: Request) -> bool:
+        """Whether it may wish for drafts of this sequence."""
+        return False
+
+    def wish(self, request: Request) -> Wish | None:
+        """What it would draft in the next step; None: it does not know yet, or nothing.
+
+        Called once for every step that draws for it.
+        """
+        return None
+
+    @abstractmethod
+    def propose(self, plan: Plan, wanted: Counts) -> Counts:
+        """Draft for the sequences of `wanted`, at most so many tokens each; returns how many.
+
+        Sequences that it leaves out may be drafted for by the next source. One with 0 gets no
+        drafts in this step.
+        """
+
+    def follow(self, plan: Plan, scored: Pass) -> None:
+        """Called with the target's pass after a step is verified, and before the next sequence is
+        seated.
+        """
+        return
+
+    def rehearse(self, scored: Pass) -> None:
+        """Run the largest passes that drafting may need over padding, after the target's."""
+        return
+
+    def rehearse_short(self, num_seqs: int, num_rows: int, scored: Pass) -> None:
+        """Draft for dummy sequences of `num_rows` rows each, after the target's pass over them."""
+        return
+
+    def capture(self, report: ReportProgress) -> None:
+        """Capture its passes as CUDA graphs."""
+        return
 
 
 class Proposer:
@@ -107,18 +158,3 @@ class Proposer:
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
         """Dummy draws that together launch every sampling kernel."""
         return self._draws.warm_ups() if self._draws else iter(())
-
-    def rehearse(self, scored: Pass) -> None:
-        """Run the largest passes that drafting may need over padding, after the target's."""
-        for source in self.sources:
-            source.rehearse(scored)
-
-    def rehearse_short(self, num_seqs: int, num_rows: int, scored: Pass) -> None:
-        """Draft for dummy sequences of `num_rows` rows each, after the target's pass over them."""
-        for source in self.sources:
-            source.rehearse_short(num_seqs, num_rows, scored)
-
-    def capture(self, report: ReportProgress) -> None:
-        """Capture all passes that draft as CUDA graphs."""
-        for source in self.sources:
-            source.capture(report)

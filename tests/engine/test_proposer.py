@@ -13,10 +13,9 @@ from tiny_models import VOCAB, Tiny
 
 from outrider.engine.api import SamplingParams
 from outrider.engine.engine import Engine
-from outrider.engine.proposers.base import Counts, Source
 from outrider.engine.proposers.lookup import Lookup
 from outrider.engine.proposers.ngram import NgramLookup
-from outrider.engine.proposers.proposer import Proposer
+from outrider.engine.proposers.proposer import Counts, Proposer, Source
 from outrider.engine.scheduling.plan import Plan, SourceName
 
 K = 3
