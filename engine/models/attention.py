@@ -70,7 +70,7 @@ class ForwardBatch:
         self._blocks: dict[tuple[int, int, int | None, int, int, bool], list[RowBlock]] = {}
         self._items: dict[tuple[int, int], AttentionItems] = {}
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
-        self._places = {0: self.rows.slot_mapping}
+        self._places = {0: self.rows.places}
         self._sequences: dict[int, tuple[list[SequenceRows], Tensor | None]] = {}
 
     @staticmethod

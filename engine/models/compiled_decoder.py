@@ -113,7 +113,7 @@ class CompiledDecoder(Decoder):
         given.slots = pointer(rows.slots, torch.int64)
         given.token_ids = pointer(batch.input_ids, torch.int64)
         given.positions = pointer(rows.positions, torch.int64)
-        given.places = pointer(rows.slot_mapping, torch.int64)
+        given.places = pointer(rows.places, torch.int64)
         given.logits_rows = pointer(batch.logits_rows, torch.int64)
         cpu.run_pass(self._decoder, given)
         return self._rounded(computed)

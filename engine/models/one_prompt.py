@@ -41,7 +41,7 @@ def one_prompt(
         BatchRows(
             slot_of_row=torch.zeros_like(rows),
             positions=rows + first,
-            slot_mapping=rows + num_before,
+            places=rows + num_before,
             slots=torch.zeros_like(rows[:1]),
             seq_lens=torch.full_like(rows[:1], end),
             cu_seqlens_q=torch.tensor([0, length], device=device),

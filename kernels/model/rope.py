@@ -47,7 +47,7 @@ def rope_and_store(
     sin: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    slot_mapping: Tensor,
+    places: Tensor,
     num_heads: int,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
@@ -67,7 +67,7 @@ def rope_and_store(
         Shape: [num_pages, page_size, num_kv_heads, head_dim], dense. On a CPU of any dtype.
     k_scale, v_scale
         By which keys and values are divided, if pages are FP8.
-    slot_mapping
+    places
         page * page_size + offset for each row. Shape: [T].
     q_norm, k_norm
         RMSNorm of each head; both or neither. Weights: [head_dim].
@@ -81,7 +81,7 @@ def rope_and_store(
     assert cos.shape[-1] == head_dim
     if not uses_triton(qkv):
         return rope_and_store_reference(
-            qkv, cos, sin, k_cache, v_cache, slot_mapping, num_heads, q_norm, k_norm, k_scale,
+            qkv, cos, sin, k_cache, v_cache, places, num_heads, q_norm, k_norm, k_scale,
             v_scale,
         )  # fmt: skip
     num_rows = len(qkv)
@@ -92,7 +92,7 @@ def rope_and_store(
         sin,
         as_bytes(k_cache),
         as_bytes(v_cache),
-        slot_mapping,
+        places,
         q_norm.weight if q_norm else None,
         k_norm.weight if k_norm else None,
         q_norm.eps if q_norm else 0.0,
@@ -118,7 +118,7 @@ def rope_and_store_reference(
     sin: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    slot_mapping: Tensor,
+    places: Tensor,
     num_heads: int,
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
@@ -139,19 +139,19 @@ def rope_and_store_reference(
     out_first.addcmul_(second, sin_first, value=-1)
     out_second.addcmul_(first, sin_second)
     query, key = out.tensor_split([num_heads], dim=1)
-    store(k_cache, slot_mapping, key, k_scale)
-    store(v_cache, slot_mapping, value, v_scale)
+    store(k_cache, places, key, k_scale)
+    store(v_cache, places, value, v_scale)
     return query
 
 
-def store(cache: Tensor, slot_mapping: Tensor, rows: Tensor, scale: float) -> None:
+def store(cache: Tensor, places: Tensor, rows: Tensor, scale: float) -> None:
     """Write rows to their places in the pages, divided by the scale if these are FP8.
 
-    Shape: cache [num_pages, page_size, num_kv_heads, dim], slot_mapping [T], rows [T, heads, dim].
+    Shape: cache [num_pages, page_size, num_kv_heads, dim], places [T], rows [T, heads, dim].
     """
     in_fp8 = cache.dtype == torch.float8_e4m3fn
     kept = to_e4m3(rows.float() * (1.0 / scale)) if in_fp8 else rows.to(cache.dtype)
-    as_bytes(cache.flatten(0, 1)).index_copy_(0, slot_mapping, as_bytes(kept))
+    as_bytes(cache.flatten(0, 1)).index_copy_(0, places, as_bytes(kept))
 
 
 @triton.jit
@@ -178,7 +178,7 @@ def _rope_and_store_kernel(
     sin_ptr,  # [T, 2 * HALF]
     k_ptr,  # [num_pages * page_size, NUM_KV_HEADS, 2 * HALF]
     v_ptr,  # as k
-    slot_mapping_ptr,  # [T]
+    places_ptr,  # [T]
     q_norm_ptr,  # [2 * HALF] or None
     k_norm_ptr,  # [2 * HALF] or None
     eps,
@@ -214,7 +214,7 @@ def _rope_and_store_kernel(
     cos_b = tl.load(cos_ptr + row * cos_stride + HALF + d, mask=in_head, other=0.0).to(tl.float32)
     sin_a = tl.load(sin_ptr + row * sin_stride + d, mask=in_head, other=0.0).to(tl.float32)
     sin_b = tl.load(sin_ptr + row * sin_stride + HALF + d, mask=in_head, other=0.0).to(tl.float32)
-    slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
+    place = tl.load(places_ptr + row).to(tl.int64)
     wait_for_inputs(DEPENDENT)
 
     at = qkv_ptr + row * (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF + head * 2 * HALF + d
@@ -235,7 +235,7 @@ def _rope_and_store_kernel(
         rotated_b = e4m3_bytes(rotated_b.to(tl.float32) * k_factor)
         raw_a = e4m3_bytes(raw_a.to(tl.float32) * v_factor)
         raw_b = e4m3_bytes(raw_b.to(tl.float32) * v_factor)
-    key_head = slot * NUM_KV_HEADS + head - NUM_HEADS
+    key_head = place * NUM_KV_HEADS + head - NUM_HEADS
     key_at = k_ptr + key_head * 2 * HALF + d
     tl.store(key_at, rotated_a, mask=is_key & in_head)
     tl.store(key_at + HALF, rotated_b, mask=is_key & in_head)

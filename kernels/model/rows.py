@@ -19,7 +19,7 @@ class BatchRows(NamedTuple):
 
     slot_of_row: Tensor  # [T]
     positions: Tensor  # [T] absolute
-    slot_mapping: Tensor  # [T] where each row's KV goes: page * page_size + offset
+    places: Tensor  # [T] where each row's KV goes: page * page_size + offset
     slots: Tensor  # [B], rows of the block table
     seq_lens: Tensor  # [B] tokens up to each sequence's last row
     cu_seqlens_q: Tensor  # [B + 1], of each sequence's rows
@@ -124,7 +124,7 @@ def lay_out_reference(
 def places_of(
     slot_of_row: Tensor, positions: Tensor, block_table: Tensor, page_size: int
 ) -> Tensor:
-    """Where KV of rows goes by another block table than that of `lay_out`, as in `slot_mapping`.
+    """Where KV of rows goes by another block table than that of `lay_out`, as in `places`.
 
     Shape: slot_of_row, positions (absolute) [T] int64, block_table [num_slots, pages] int32 -> [T].
     """
@@ -224,7 +224,7 @@ def _lay_out_kernel(
         tl.store(rows.slot_of_row + row, tl.zeros_like(row) + slot, mask=mask)
         tl.store(rows.positions + row, position, mask=mask)
         place = page.to(tl.int64) * page_size + position % page_size
-        tl.store(rows.slot_mapping + row, place, mask=mask)
+        tl.store(rows.places + row, place, mask=mask)
         tl.store(row_ids_ptr + row, token.to(tl.int64), mask=mask)
 
     for i in range(part * ROWS, count, step):

@@ -30,7 +30,7 @@ class Batch(NamedTuple):
     hidden: Tensor  # [NUM_ROWS, WIDTH]
     cos: Tensor  # [NUM_ROWS, HEAD_DIM]
     sin: Tensor
-    slot_mapping: Tensor  # [NUM_ROWS]
+    places: Tensor  # [NUM_ROWS]
     cu: Tensor  # [NUM_REQS + 1]
     lens: Tensor  # [NUM_REQS]
     slots: Tensor  # [NUM_REQS]
@@ -80,7 +80,7 @@ class Layer:
         residual = batch.hidden.clone()
         qkv = linear(residual, self.qkv, norm=self.norms[0])
         query = rope_and_store(
-            qkv, batch.cos, batch.sin, self.k_cache, self.v_cache, batch.slot_mapping, NUM_HEADS
+            qkv, batch.cos, batch.sin, self.k_cache, self.v_cache, batch.places, NUM_HEADS
         )
         items = list_items(
             batch.cu,
@@ -112,7 +112,7 @@ class Layer:
         residual = batch.hidden.float()
         query = rope_and_store_reference(
             linear_reference(residual, self.qkv.float(), norm=norms[0]), batch.cos.float(),
-            batch.sin.float(), k_cache, v_cache, batch.slot_mapping, NUM_HEADS,
+            batch.sin.float(), k_cache, v_cache, batch.places, NUM_HEADS,
         )  # fmt: skip
         attended = torch.zeros(NUM_ROWS, NUM_HEADS * HEAD_DIM, device=DEVICE)
         for i, slot in enumerate(batch.slots.tolist()):

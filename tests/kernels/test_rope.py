@@ -28,13 +28,13 @@ def test_kernel_equals_reference(
     if in_fp8:  # with what no FP8 number reaches
         dtype, scales = torch.float8_e4m3fn, (0.3, 2.0)
         qkv[1] *= 1000
-    slot_mapping = torch.tensor([9, 3, 17, 4, 22], device=DEVICE)
+    places = torch.tensor([9, 3, 17, 4, 22], device=DEVICE)
     results = []
     for function in (rope_and_store, rope_and_store_reference):
         k_cache = torch.full((6, page_size, num_kv_heads, head_dim), 7.0, device=DEVICE)
         k_cache = k_cache.to(dtype)
         v_cache = k_cache.clone()
-        args = (cos, sin, k_cache, v_cache, slot_mapping, num_heads, *norms, *scales)
+        args = (cos, sin, k_cache, v_cache, places, num_heads, *norms, *scales)
         results.append((function(qkv.clone(), *args), k_cache.float(), v_cache.float()))
     for i, (got, expected) in enumerate(zip(*results, strict=True)):
         if in_fp8 and i > 0:

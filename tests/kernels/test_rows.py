@@ -119,10 +119,10 @@ def test_other_layers_find_their_places_by_their_own_table(slots: Slots) -> None
     on_device = Slots(*(x.to(DEVICE) for x in slots))
     rows, *_ = lay_out(sequences, 300, 5, *on_device, PAGE)
     for table, expected in (
-        (on_device.block_table, rows.slot_mapping),
+        (on_device.block_table, rows.places),
         (
             other.to(DEVICE),
-            lay_out(sequences, 300, 5, *on_device[:2], other.to(DEVICE), PAGE)[0].slot_mapping,
+            lay_out(sequences, 300, 5, *on_device[:2], other.to(DEVICE), PAGE)[0].places,
         ),
     ):
         assert torch.equal(places_of(rows.slot_of_row, rows.positions, table, PAGE), expected)
