@@ -13,7 +13,7 @@ import torch
 
 try:
     import psutil
-except ImportError:  # then nothing tells how busy others are
+except ImportError:  # then nothing reports how busy others are
     psutil = None
 
 _INTERVAL_S = 0.25  # the kernel counts in hundredths of a second
@@ -31,7 +31,7 @@ class CPUShare:
         self._seen: tuple[float, float, float] | None = None
 
     def begin(self) -> None:
-        """Start measuring, because work begins. What happened while we were idle tells nothing."""
+        """Start measuring, because work begins. What happened while we were idle says nothing."""
         self._seen = self._look() if len(self._counts) > 1 else None
 
     def adapt(self) -> None:
