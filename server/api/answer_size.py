@@ -13,7 +13,18 @@ ECHOED_TOKEN_BYTES = 256
 ALTERNATIVE_BYTES = 512  # an id and its logprob, in the engine's output and as JSON
 LOGPROB_BYTES = 1024  # a token's own logprob, and the list of its alternatives
 TRACED_TOKEN_BYTES = 1024  # a token or a draft in a trace, with its text
+ENCODING_BYTES = 256  # a character while its text is encoded: it may be a token
 ARGUMENT_BYTES = 32  # one byte of JSON in a logits processor's arguments
+
+
+def check_bytes(max_bytes: int, param: str, num_bytes: int) -> None:
+    """Raise APIError if what a request does with one field may need more than `max_bytes`."""
+    if num_bytes > max_bytes:
+        raise invalid_value(
+            param,
+            f"This request may need {num_bytes:,} bytes of memory; this server gives one at most "
+            f"{max_bytes:,} (server.max_answer_bytes). Shorten {param}.",
+        )
 
 
 def check_answer_size(

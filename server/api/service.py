@@ -28,7 +28,7 @@ from ..text.fill_in_the_middle import FillInTheMiddle
 from ..text.message_format import MessageFormat
 from ..text.message_reader import MessageReader
 from ..text.tokenizer import Tokenizer
-from .answer_size import check_answer_size
+from .answer_size import ENCODING_BYTES, check_answer_size, check_bytes
 from .content import text_of
 from .generation import Sample, TextOptions
 from .off_loop import off_loop
@@ -161,10 +161,13 @@ class Service:
         """Token ids of texts; ids are returned unchanged. Long texts do not block the event loop.
 
         `must_fit` names the field that the texts come from: then APIError is raised at once if one
-        is longer than any text that fits into the context.
+        is longer than any text that fits into the context. It is also raised if a text may take
+        more memory than a request has.
         """
         if must_fit is not None:
             self._check_length(prompts, param=must_fit)
+        longest = max((len(each) for each in prompts if isinstance(each, str)), default=0)
+        check_bytes(self.settings.max_answer_bytes, must_fit or "prompt", longest * ENCODING_BYTES)
 
         def encode() -> list[list[int]]:
             return [

@@ -8,8 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..grammar.tool_choice import as_function
-from ..http.errors import invalid_value
-from .answer_size import PROMPT_TOKEN_BYTES, TOKEN_BYTES
+from .answer_size import PROMPT_TOKEN_BYTES, TOKEN_BYTES, check_bytes
 from .chat_protocol import ChatFields
 from .chat_turn import chat_prompt
 from .fields import TokenIdList
@@ -69,7 +68,7 @@ async def tokenize(service: Service, body: TokenizeRequest, http: Request) -> Re
             [body.prompt], add_special_tokens=body.add_special_tokens
         )
     each_bytes = TOKEN_BYTES if body.return_token_strs else PROMPT_TOKEN_BYTES
-    _check_size(service, param, len(tokens) * each_bytes)
+    check_bytes(service.settings.max_answer_bytes, param, len(tokens) * each_bytes)
 
     def write() -> bytes:
         answer = TokenizeResponse(
@@ -87,23 +86,13 @@ async def detokenize(service: Service, body: DetokenizeRequest, http: Request) -
     """The text of token ids, including special tokens."""
     await service.check_fields(body, http)
     service.check_token_ids(body.tokens, "tokens")
-    _check_size(service, "tokens", len(body.tokens) * TOKEN_BYTES)
+    check_bytes(service.settings.max_answer_bytes, "tokens", len(body.tokens) * TOKEN_BYTES)
 
     def write() -> bytes:
         text = service.tokenizer.decode(body.tokens, skip_special_tokens=False)
         return DetokenizeResponse(prompt=text).to_json().encode()
 
     return await _written(len(body.tokens), write)
-
-
-def _check_size(service: Service, param: str, num_bytes: int) -> None:
-    """Raise APIError if an answer may need more memory than one may."""
-    if num_bytes > (most := service.settings.max_answer_bytes):
-        raise invalid_value(
-            param,
-            f"The answer may need {num_bytes:,} bytes of memory; this server gives a request at "
-            f"most {most:,} (server.max_answer_bytes). Shorten {param}.",
-        )
 
 
 async def _written(num_tokens: int, write: Callable[[], bytes]) -> Response:

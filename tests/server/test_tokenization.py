@@ -110,3 +110,21 @@ def test_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer, byte_fallback: T
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == f"{TEXT} naïve<eos>"
     for piece, expected in {"<0xF0>": b"\xf0", "ñ": "ñ".encode()}.items():
         assert byte_fallback.token_bytes(byte_fallback.backend.token_to_id(piece)) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a" * 5_000}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * 5_000}]}),
+        ("/v1/completions", {"prompt": "a" * 5_000, "truncate_prompt_tokens": 4}),
+    ],
+)
+def test_a_text_is_counted_before_it_is_encoded(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    served = serve(max_answer_bytes=1024 * 1024)
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("it was encoded"))
+    reply = post(served.app, body, path=path)
+    assert reply.status == 400
+    assert "server.max_answer_bytes" in reply.error["message"]
