@@ -37,6 +37,11 @@ def with_setting_flags(command: Callable[..., None], *, own: set[str]) -> Callab
     given = inspect.signature(command).parameters.values()
     kept = [parameter for parameter in given if parameter.name != "flags"]
     keys = {key.replace(".", "__"): key for key in flag_names() if key not in own}
+    # Once a section: every command of ours imports this.
+    schemas = {
+        section: type(settings).model_json_schema()["properties"]
+        for section, settings in Settings()
+    }
 
     def run(**values: Any) -> None:
         # Typer gives a list that nobody asked for as an empty one.
@@ -47,7 +52,7 @@ def with_setting_flags(command: Callable[..., None], *, own: set[str]) -> Callab
 
     made = [
         inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(key)
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(key, schemas)
         )
         for name, key in keys.items()
     ]
@@ -58,10 +63,9 @@ def with_setting_flags(command: Callable[..., None], *, own: set[str]) -> Callab
     return run
 
 
-def _annotation(key: str) -> Any:
+def _annotation(key: str, schemas: dict[str, Any]) -> Any:
     section, name = key.split(".")
-    fields = type(getattr(Settings(), section))
-    schema = fields.model_json_schema()["properties"][name]
+    schema = schemas[section][name]
     flag = flag_names()[key]
     named = _LONG.get(flag, (flag,))
     kinds = [schema, *schema.get("anyOf", [])]
