@@ -12,7 +12,9 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 
 def last_command(*arguments: str) -> str:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    # `make test ARGS=...` hands its own variables down.
+    ours = {"MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "ARGS", "CONFIG"}
+    env = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(
         ["make", "-n", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=True
     )
