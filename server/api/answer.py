@@ -8,13 +8,13 @@ from typing import Any, TypeVar, TypeVarTuple
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from ..http.errors import APIError
+from ..base.errors import APIError
+from ..base.streaming import COMMENT, EventStream, while_connected
 from ..observe.acceptance import speculation_metrics
 from .answer_size import PROMPT_TOKEN_BYTES
 from .generation import Delta, Generation, Sample
 from .protocol import ChoiceFields, RequestMetrics, TracedStep
 from .service import Service
-from .streaming import COMMENT, EventStream, while_connected
 
 Event = tuple[str, dict[str, Any]]  # its name, and its fields
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from ..http.errors import APIError, invalid_value
+from ..base.errors import APIError, invalid_value
 from .protocol import ChoiceFields
 
 # Bytes in the HTTP process and the engine together, measured and rounded up:

@@ -6,10 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, FailFast, Field, JsonValue, model_validator
 
+from ..base.content import TextOr, TextParts, text_of
+from ..base.fields import (
+    MAX_TOOLS,
+    APIRequest,
+    MaxTokens,
+    NumLogprobs,
+    UnknownField,
+)
+from ..base.off_loop import MANY_CHARS
 from ..grammar.tool_choice import ToolChoice
-from .content import TextOr, TextParts, text_of
-from .fields import MAX_TOOLS, APIRequest, MaxTokens, NumLogprobs, UnknownField
-from .off_loop import MANY_CHARS
 from .protocol import APIResponse, ChoiceFields, GenerationResponse, PromptLogprobs, TracedStep
 from .tools import Tool, ToolCalls, unknown_in_tools
 

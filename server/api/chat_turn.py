@@ -5,17 +5,17 @@ from typing import Any
 
 from starlette.requests import Request
 
+from ..base.errors import invalid_value
+from ..base.held import json_bytes
+from ..base.off_loop import off_loop
+from ..base.request_key import request_key
 from ..grammar.tool_choice import Calls, calls_grammar, choose, text_and_calls_grammar
-from ..http.api_keys import request_key
-from ..http.bodies import json_bytes
-from ..http.errors import invalid_value
 from ..text.chat_template import ChatTemplateError
 from ..text.message_parser import MessageParser
 from ..text.message_reader import MessageReader, RawCall
 from ..text.tool_calls import tools_by_name
 from .chat_protocol import ChatCompletionRequest, ChatFields
 from .generation import Sample
-from .off_loop import off_loop
 from .service import Service
 
 

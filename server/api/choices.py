@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..http.errors import APIError
+from ..base.errors import APIError
+from ..base.streaming import obfuscation, server_sent
 from ..text.message_parser import Part
 from .answer import MIN_LOGPROB, Answer
 from .generation import Delta, Generation, Sample, Token
@@ -24,7 +25,6 @@ from .protocol import (
     Usage,
 )
 from .service import Service
-from .streaming import obfuscation, server_sent
 from .trace import Step
 
 # Of a choice in a chunk that is not the last of its delta.

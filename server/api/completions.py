@@ -8,14 +8,14 @@ from starlette.requests import Request
 
 from outrider.engine.api import TokenLogprobs
 
-from ..http.api_keys import request_key
-from ..http.bodies import json_bytes
-from ..http.errors import invalid_value, unsupported
+from ..base.errors import invalid_value, unsupported
+from ..base.held import json_bytes
+from ..base.off_loop import off_loop
+from ..base.request_key import request_key
 from ..text.detokenizer import Detokenizer
 from .answer import MIN_LOGPROB, Answer
 from .choices import BARE, ChoicesAnswer
 from .generation import Delta, Sample, Token
-from .off_loop import off_loop
 from .protocol import (
     Completion,
     CompletionChoice,

@@ -9,7 +9,12 @@ from typing import Literal
 from outrider.engine.api import FinishReason, NewRequest, RequestOutput, TokenLogprobs
 from outrider.engine.processes.client import EngineClient, OutputStream
 
-from ..http.errors import dead_end, internal_error, timed_out, unavailable
+from ..base.errors import (
+    dead_end,
+    internal_error,
+    timed_out,
+    unavailable,
+)
 from ..observe.acceptance import Acceptance
 from ..observe.metrics import Metrics
 from ..text.detokenizer import Detokenizer, StopStrings

@@ -6,8 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
-from .content import TextOr, TextParts, text_of, type_of
-from .fields import APIRequest
+from ..base.content import (
+    TextOr,
+    TextParts,
+    text_of,
+    type_of,
+)
+from ..base.fields import APIRequest
 
 MAX_ITEMS = 65_536  # of one request
 

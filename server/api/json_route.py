@@ -11,9 +11,9 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from ..http.errors import APIError, cut
+from ..base.errors import APIError, cut
+from ..base.off_loop import off_loop
 from .answer import Answer
-from .off_loop import off_loop
 from .protocol import APIResponse
 
 

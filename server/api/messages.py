@@ -7,8 +7,10 @@ from typing import Any
 
 from starlette.requests import Request
 
-from ..http.bodies import json_bytes
-from ..http.errors import APIError
+from ..base.errors import APIError
+from ..base.held import json_bytes
+from ..base.off_loop import off_loop
+from ..base.streaming import server_sent
 from ..text.call_stream import CallStart
 from ..text.message_parser import Part, Text
 from .answer import Answer, Event
@@ -23,9 +25,7 @@ from .messages_protocol import (
     MessagesUsage,
     StopReason,
 )
-from .off_loop import off_loop
 from .service import Service
-from .streaming import server_sent
 from .tools import arguments_of
 from .translation import renamed_fields
 

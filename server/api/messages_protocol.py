@@ -6,12 +6,18 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Discriminator, FailFast, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
+from ..base.content import TextOr, text_of, type_of
+from ..base.fields import (
+    MAX_TOOLS,
+    APIRequest,
+    MaxTokens,
+    StopString,
+    UnknownField,
+)
+from ..base.unknown_fields import IGNORED, Body
 from .chat_protocol import ChatCompletionRequest
-from .content import TextOr, text_of, type_of
-from .fields import MAX_TOOLS, APIRequest, MaxTokens, StopString, UnknownField
 from .protocol import APIResponse, RequestMetrics, SamplingFields, TracedStep
 from .translation import chat_request
-from .unknown_fields import IGNORED, Body
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 CACHING = frozenset({"cache_control"})  # ignored: all prefixes are cached here

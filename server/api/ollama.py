@@ -14,8 +14,10 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..http.bodies import json_bytes
-from ..http.errors import APIError, invalid_value
+from ..base.errors import APIError, invalid_value
+from ..base.held import json_bytes
+from ..base.off_loop import off_loop
+from ..base.streaming import EventStream
 from ..text.call_stream import CallStart
 from ..text.message_parser import Part, Text
 from .answer import Answer
@@ -23,7 +25,6 @@ from .chat_protocol import ChatCompletionRequest
 from .chat_turn import prepare_turn
 from .completions import prepare_completion
 from .generation import Delta, Generation, Sample
-from .off_loop import off_loop
 from .ollama_protocol import (
     FIELDS,
     OllamaChatRequest,
@@ -32,7 +33,6 @@ from .ollama_protocol import (
 )
 from .protocol import ChoiceFields
 from .service import VERSION, Service
-from .streaming import EventStream
 from .tools import arguments_of
 from .translation import renamed_fields
 

@@ -5,10 +5,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import FailFast, Field
 
+from ..base.fields import MAX_TOOLS
+from ..base.unknown_fields import IGNORED, Body
 from .chat_protocol import ChatCompletionRequest
-from .fields import MAX_TOOLS
 from .protocol import CompletionRequest
-from .unknown_fields import IGNORED, Body
 
 # Options about how Ollama runs a model, not about its answer.
 RUNTIME_OPTIONS = frozenset(

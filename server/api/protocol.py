@@ -8,10 +8,8 @@ from typing_extensions import TypeAliasType
 
 from outrider.engine.api import Verification
 
-from ..config.server_settings import MAX_STOP_TOKEN_IDS
-from ..grammar.structured_outputs import ResponseFormat, StructuredOutputs
-from .content import TextOr, TextParts
-from .fields import (
+from ..base.content import TextOr, TextParts
+from ..base.fields import (
     MAX_CACHE_SALT_CHARS,
     MAX_LOGITS_PROCESSORS,
     APIRequest,
@@ -25,7 +23,9 @@ from .fields import (
     Stop,
     TokenIds,
 )
-from .unknown_fields import Body
+from ..base.unknown_fields import Body
+from ..config.server_settings import MAX_STOP_TOKEN_IDS
+from ..grammar.structured_outputs import ResponseFormat, StructuredOutputs
 
 
 class StreamOptions(APIRequest):

@@ -12,15 +12,21 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..http.api_keys import request_key
-from ..http.bodies import Held, json_bytes
-from ..http.errors import APIError, from_exception, invalid_value, unsupported
+from ..base.errors import (
+    APIError,
+    from_exception,
+    invalid_value,
+    unsupported,
+)
+from ..base.held import Held, json_bytes
+from ..base.off_loop import off_loop
+from ..base.request_key import request_key
+from ..base.streaming import obfuscation, server_sent
 from ..text.message_parser import Part, Text
 from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import num_prompt_tokens, prepare_turn
 from .generation import Delta, Generation, Sample, Token
-from .off_loop import off_loop
 from .response_items import OutputItems
 from .response_store import ResponseStore
 from .responses_protocol import (
@@ -34,7 +40,6 @@ from .responses_protocol import (
 )
 from .service import Service
 from .stored_responses import Keeper, earlier_items
-from .streaming import obfuscation, server_sent
 from .translation import renamed_fields
 
 log = logging.getLogger("outrider.server.requests")

@@ -7,16 +7,22 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, FailFast, Field
 from typing_extensions import TypeAliasType
 
+from ..base.content import TextOr
+from ..base.errors import unsupported
+from ..base.fields import (
+    MAX_TOOLS,
+    APIRequest,
+    MaxTokens,
+    NumLogprobs,
+    UnknownField,
+)
+from ..base.unknown_fields import IGNORED, REFUSED
 from ..grammar.structured_outputs import JSONSchema
-from ..http.errors import unsupported
 from .chat_protocol import ChatCompletionRequest
-from .content import TextOr
-from .fields import MAX_TOOLS, APIRequest, MaxTokens, NumLogprobs, UnknownField
 from .input_items import InputItems, Item, MessageItem, chat_messages
 from .protocol import APIResponse, RequestMetrics, SamplingFields, TracedStep
 from .tools import checked_tool
 from .translation import chat_request
-from .unknown_fields import IGNORED, REFUSED
 
 LOGPROBS = "message.output_text.logprobs"
 Metadata = TypeAliasType(

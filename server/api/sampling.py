@@ -9,7 +9,7 @@ from outrider.engine.api import (
     SamplingParams,
 )
 
-from ..http.errors import cut, invalid_value
+from ..base.errors import cut, invalid_value
 from ..text.tokenizer import Tokenizer
 from .protocol import SamplingFields
 

@@ -13,29 +13,29 @@ from outrider.engine.api import EngineInfo, NewRequest
 from outrider.engine.processes.client import EngineClient, EngineUnavailableError
 from outrider.engine.processes.heap import give_memory_back
 
-from ..config.server_settings import ServerSettings
-from ..grammar.structured_outputs import GrammarChecker
-from ..http.api_keys import request_key
-from ..http.bodies import json_bytes
-from ..http.errors import (
+from ..base.content import text_of
+from ..base.errors import (
     ContextLengthError,
     forbidden,
     invalid_value,
     model_not_found,
 )
+from ..base.held import json_bytes
+from ..base.off_loop import off_loop
+from ..base.request_key import request_key
+from ..base.unknown_fields import Body, check_unknown_fields
+from ..config.server_settings import ServerSettings
+from ..grammar.structured_outputs import GrammarChecker
 from ..observe.metrics import Metrics
 from ..text.fill_in_the_middle import FillInTheMiddle
 from ..text.message_format import MessageFormat
 from ..text.message_reader import MessageReader
 from ..text.tokenizer import Tokenizer
 from .answer_size import ENCODING_BYTES, check_answer_size, check_bytes
-from .content import text_of
 from .generation import Sample, TextOptions
-from .off_loop import off_loop
 from .protocol import ChoiceFields
 from .sampling import bad_word_ids, request_seed, sample_seed, sampling_params
 from .sampling_defaults import SamplingDefaults
-from .unknown_fields import Body, check_unknown_fields
 
 VERSION = importlib.metadata.version("outrider")
 # Longer texts are tokenized one at a time: each takes a hundred times its size in memory.

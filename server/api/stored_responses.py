@@ -8,10 +8,10 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..http.api_keys import request_key
-from ..http.errors import APIError, invalid_value, unsupported
+from ..base.errors import APIError, invalid_value, unsupported
+from ..base.off_loop import off_loop
+from ..base.request_key import request_key
 from .input_items import InputItem, Item
-from .off_loop import off_loop
 from .response_store import ResponseStore, StoredResponse
 from .responses_protocol import ResponsesRequest
 from .service import Service

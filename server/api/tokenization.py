@@ -7,15 +7,15 @@ from pydantic import Discriminator, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..base.fields import TokenIdList
+from ..base.off_loop import MANY_CHARS, off_loop
+from ..base.unknown_fields import Body
 from ..grammar.tool_choice import as_function
 from .answer_size import PROMPT_TOKEN_BYTES, TOKEN_BYTES, check_bytes
 from .chat_protocol import ChatFields
 from .chat_turn import chat_prompt
-from .fields import TokenIdList
-from .off_loop import MANY_CHARS, off_loop
 from .protocol import APIResponse
 from .service import Service
-from .unknown_fields import Body
 
 
 class TokenizeOptions(Body):

@@ -8,8 +8,8 @@ from pydantic import AfterValidator, FailFast, WithJsonSchema
 from pydantic_core import from_json
 from typing_extensions import TypeAliasType
 
+from ..base.fields import UnknownField, unknown_names
 from ..grammar.tool_choice import INPUT
-from .fields import UnknownField, unknown_names
 
 TOOL_FIELDS = frozenset({"type", "function", "custom"})
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "return", "format"})

@@ -8,10 +8,10 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from ..http.errors import APIError
+from ..base.errors import APIError
+from ..base.unknown_fields import Body
 from .chat_protocol import ChatCompletionRequest
 from .protocol import SamplingFields
-from .unknown_fields import Body
 
 
 def chat_request(fields: dict[str, Any], *, of: Body) -> ChatCompletionRequest:

@@ -12,9 +12,15 @@ from typing_extensions import TypeAliasType
 from outrider.engine.grammars.grammar_compiler import MAX_COMPILES_AT_ONCE, GrammarCompiler
 from outrider.engine.grammars.grammar_messages import Syntax
 
-from ..api.fields import APIRequest
-from ..api.off_loop import off_loop
-from ..http.errors import APIError, cut, invalid_value, unavailable, unsupported
+from ..base.errors import (
+    APIError,
+    cut,
+    invalid_value,
+    unavailable,
+    unsupported,
+)
+from ..base.fields import APIRequest
+from ..base.off_loop import off_loop
 
 MAX_REASON_CHARS = 300
 _SOURCE_LINE = re.compile(r"^ *(\d+ \| .*|\^)$", re.MULTILINE)

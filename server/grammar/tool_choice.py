@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, FailFast, Field, Tag
 
-from ..api.content import type_of
-from ..api.fields import MAX_TOOLS, APIRequest
-from ..http.errors import cut, invalid_value, unsupported
+from ..base.content import type_of
+from ..base.errors import cut, invalid_value, unsupported
+from ..base.fields import MAX_TOOLS, APIRequest
 from ..text.message_parser import END_THINK, THINK
 from ..text.tool_calls import CALL, END_CALL
 from .structured_outputs import WHITESPACE, GrammarText, json_of_schema

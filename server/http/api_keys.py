@@ -5,28 +5,17 @@ import hmac
 import logging
 from collections.abc import Collection, Mapping
 
-from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..base.errors import APIError, cut, route_path
+from ..base.request_key import key_digest
 from ..observe.metrics import Metrics
-from .errors import APIError, cut, route_path
 
 log = logging.getLogger("outrider.server.requests")
 
 OPEN_PATHS = ("/health", "/live", "/ready")  # for probes, which send no key
 OPEN_FOLDER = "/ui"  # files without secrets: a browser sends no key when it loads a page
 _OPEN = (*OPEN_PATHS, OPEN_FOLDER, "/")  # the last leads to the folder
-
-
-def key_digest(key: str) -> str:
-    """Identifies a key without revealing it: SHA-256, in hexadecimal."""
-    return hashlib.sha256(key.encode()).hexdigest()
-
-
-def request_key(request: HTTPConnection) -> str | None:
-    """The digest of a request's key; None on a server without keys."""
-    digest: str | None = getattr(request.state, "key_digest", None)
-    return digest
 
 
 class ApiKeys:

@@ -61,7 +61,9 @@ from ..api.tokenization import (
     tokenize,
     tokenizer_info,
 )
-from ..api.unknown_fields import IGNORED
+from ..base import errors
+from ..base.request_key import key_digest
+from ..base.unknown_fields import IGNORED
 from ..config.server_settings import ANY_NAME
 from ..config.settings import Settings
 from ..grammar.structured_outputs import GrammarChecker
@@ -70,8 +72,8 @@ from ..observe.tracing import make_trace
 from ..text.fill_in_the_middle import FillInTheMiddle
 from ..text.message_format import MessageFormat
 from ..text.tokenizer import Tokenizer
-from . import errors, unmet
-from .api_keys import ApiKeys, key_digest
+from . import unmet
+from .api_keys import ApiKeys
 from .bodies import Bodies
 from .head import Head
 from .hosts import Hosts

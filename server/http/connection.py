@@ -16,7 +16,7 @@ import httptools
 from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from .errors import path_within
+from ..base.errors import path_within
 
 # Longer than clients keep idle connections, so that none is closed under a request of theirs.
 KEEP_ALIVE_S = 75

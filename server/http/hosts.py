@@ -6,9 +6,9 @@ import re
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..base.errors import APIError, cut, route_path
 from ..config.server_settings import ServerSettings
 from .api_keys import OPEN_PATHS
-from .errors import APIError, cut, route_path
 
 _PORT = re.compile(r":\d*$")  # of a Host header; an IPv6 address stands in brackets there
 

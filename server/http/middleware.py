@@ -16,9 +16,15 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..base.errors import (
+    APIError,
+    cut,
+    path_within,
+    route_path,
+    unavailable,
+)
 from ..observe.metrics import Metrics
 from ..observe.tracing import Trace
-from .errors import APIError, cut, path_within, route_path, unavailable
 
 log = logging.getLogger("outrider.server.requests")
 

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from outrider.engine.processes.client import EngineClient
 
 from ..api.protocol import APIResponse
-from ..api.streaming import EventStream, server_sent
+from ..base.errors import APIError
+from ..base.streaming import EventStream, server_sent
 from ..observe.metrics import Metrics
-from .errors import APIError
 from .middleware import Gate
 
 # How long all streams tell the same numbers, and how often each looks whether the server leaves.

@@ -6,8 +6,13 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match, Mount
 from starlette.types import Scope
 
+from ..base.errors import (
+    APIError,
+    cut,
+    from_exception,
+    route_path,
+)
 from ..observe.tracing import OPERATIONS
-from .errors import APIError, cut, from_exception, route_path
 
 # Routes of other servers, each with all below it, and what clients want there.
 NOT_SERVED = {

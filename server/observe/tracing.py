@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from ..http.errors import route_path
+from ..base.errors import route_path
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -4,7 +4,7 @@ import inspect
 from pathlib import Path
 from typing import Any, cast
 
-from ..http.errors import cut
+from ..base.errors import cut
 
 MAX_REASON_CHARS = 400
 

@@ -16,7 +16,7 @@ from outrider.server.api.messages_protocol import MessagesRequest
 from outrider.server.api.protocol import CompletionRequest
 from outrider.server.api.responses_protocol import ResponsesRequest
 from outrider.server.api.tokenization import TokenizeChat
-from outrider.server.api.unknown_fields import NEUTRAL_VALUES
+from outrider.server.base.unknown_fields import NEUTRAL_VALUES
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 ENDPOINTS: list[tuple[str, type[BaseModel], dict[str, Any]]] = [

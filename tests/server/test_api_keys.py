@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from outrider.server.http.api_keys import ApiKeys, key_digest, request_key
+from outrider.server.base.request_key import key_digest, request_key
+from outrider.server.http.api_keys import ApiKeys
 from outrider.server.observe.metrics import Metrics
 
 Serve = Callable[..., Served]

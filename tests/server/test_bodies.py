@@ -16,11 +16,11 @@ from served import Served
 
 from outrider.server.api import json_route, stored_responses
 from outrider.server.api.chat_protocol import ChatCompletionRequest, Message
-from outrider.server.api.content import TextPart
 from outrider.server.api.messages_protocol import MessagesRequest
 from outrider.server.api.protocol import CompletionRequest
 from outrider.server.api.responses_protocol import ResponsesRequest
-from outrider.server.http import bodies
+from outrider.server.base import held
+from outrider.server.base.content import TextPart
 
 Serve = Callable[..., Served]
 SAID = [{"role": "user", "content": "Hi"}]
@@ -63,7 +63,7 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_read(
 )
 def test_values_take_no_more_memory_than_is_counted(item: str) -> None:
     sent = ("[" + ",".join([item] * 5000) + "]").encode()
-    assert took_bytes(lambda: from_json(sent)) + len(sent) <= bodies.memory_of(sent)
+    assert took_bytes(lambda: from_json(sent)) + len(sent) <= held.memory_of(sent)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_models_take_no_more_memory_than_is_counted(kind: Any, item: dict[str, A
         given = from_json(sent)
         return given, [kind.model_validate(each) for each in given]
 
-    assert took_bytes(read) + len(sent) <= bodies.memory_of(sent)
+    assert took_bytes(read) + len(sent) <= held.memory_of(sent)
 
 
 def took_bytes(make: Callable[[], Any]) -> int:

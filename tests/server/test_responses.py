@@ -18,7 +18,7 @@ from socket_server import on_a_socket
 
 from outrider.engine.processes.client import EngineUnavailableError
 from outrider.server.api.responses_protocol import ResponsesRequest
-from outrider.server.api.unknown_fields import IGNORED, NEUTRAL_VALUES
+from outrider.server.base.unknown_fields import IGNORED, NEUTRAL_VALUES
 from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]

@@ -13,7 +13,7 @@ from scripted_client import saying, steps
 from served import Served
 from socket_server import on_a_socket
 
-from outrider.server.api import streaming
+from outrider.server.base import streaming
 from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]

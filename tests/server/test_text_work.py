@@ -12,7 +12,6 @@ import pytest
 from message_parts import joined
 
 from outrider.server.api import input_items
-from outrider.server.api.content import TextPart, text_of
 from outrider.server.api.input_items import (
     CustomCallItem,
     Item,
@@ -25,6 +24,7 @@ from outrider.server.api.messages_protocol import (
     ThinkingBlock,
     ToolResultBlock,
 )
+from outrider.server.base.content import TextPart, text_of
 from outrider.server.text import call_stream, detokenizer, response_template, tool_calls
 from outrider.server.text.detokenizer import Detokenizer, StopStrings
 from outrider.server.text.message_format import MessageFormat

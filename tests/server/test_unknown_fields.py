@@ -13,7 +13,7 @@ from served import Served
 
 from outrider.server.api.chat_protocol import ChatCompletionRequest
 from outrider.server.api.protocol import CompletionRequest
-from outrider.server.api.unknown_fields import IGNORED, NEUTRAL_VALUES, OTHER_SAMPLERS
+from outrider.server.base.unknown_fields import IGNORED, NEUTRAL_VALUES, OTHER_SAMPLERS
 
 Serve = Callable[..., Served]
 CHAT_PATH = "/v1/chat/completions"

@@ -28,7 +28,7 @@ from ..config.server_settings import (
     MAX_PROMPTS,
     MAX_STOP_STRINGS,
 )
-from ..http.errors import cut
+from .errors import cut
 
 MAX_STOP_CHARS = 1024
 MAX_INT = 2**63 - 1

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from starlette.requests import Request
 
-from ..http.errors import APIError, cut, unsupported
+from .errors import APIError, cut, unsupported
 from .fields import APIRequest, UnknownField, did_you_mean
 
 log = logging.getLogger("outrider.server.requests")

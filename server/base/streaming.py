@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..http.errors import APIError, from_exception
+from .errors import APIError, from_exception
 
 log = logging.getLogger(__name__)
 

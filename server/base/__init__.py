@@ -1,0 +1,1 @@
+"""What all APIs share of a request: fields, content, key, memory; and its errors and stream."""
