@@ -19,11 +19,11 @@ from starlette.types import ASGIApp
 from outrider.engine.processes.client import EngineUnavailableError
 from outrider.engine.processes.process_engine import ProcessEngine
 
-from .cli.console import configure_logging
 from .config.settings_loader import load_settings
 from .http.http_server import load_app
 from .http.middleware import Gate
 from .models.prepare import prepare
+from .observe.logs import configure_logging
 
 # Ray's own router that keeps a session (header x-session-id) on one replica, where the conversation
 # so far is cached. Requests without a session are spread evenly.

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ..base.errors import APIError
 from ..base.streaming import COMMENT, EventStream, while_connected
-from ..observe.acceptance import speculation_metrics
+from .acceptance import speculation_metrics
 from .answer_size import PROMPT_TOKEN_BYTES
 from .generation import Delta, Generation, Sample
 from .protocol import ChoiceFields, RequestMetrics, TracedStep

@@ -15,12 +15,12 @@ from ..base.errors import (
     timed_out,
     unavailable,
 )
-from ..observe.acceptance import Acceptance
 from ..observe.metrics import Metrics
 from ..text.detokenizer import Detokenizer, StopStrings
 from ..text.message_parser import Part
 from ..text.message_reader import MessageReader
 from ..text.tokenizer import Tokenizer
+from .acceptance import Acceptance
 from .protocol import PromptProgress
 from .trace import Step
 

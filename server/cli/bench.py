@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..evaluation.remote import DEFAULT_URL, RemoteError, find
+from .config import ApiKeyOption, ModelOption, UrlArgument
 from .errors import check_folders, give_up
 from .progress import ProgressDisplay
-from .remote import DEFAULT_URL, ApiKeyOption, ModelOption, RemoteError, UrlArgument, find
 
 if TYPE_CHECKING:
     from ..evaluation.load import Load

@@ -11,22 +11,20 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from .errors import give_up
-from .painter import STYLES, Painter
-from .remote import (
+from ..evaluation.remote import (
     DEFAULT_URL,
     TIMEOUT,
-    ApiKeyOption,
-    ModelOption,
     Remote,
     RemoteError,
-    UrlArgument,
     chunk_of,
     find,
     has_tokens,
     refusal,
     unreachable,
 )
+from .config import ApiKeyOption, ModelOption, UrlArgument
+from .errors import give_up
+from .painter import STYLES, Painter
 
 HELP = """\
 /k N    at most N drafts a step; 0: none; /k alone: as the server is set

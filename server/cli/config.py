@@ -41,6 +41,18 @@ DraftOption = Annotated[
         rich_help_panel="Draft",
     ),
 ]
+# Of commands that ask a running server:
+UrlArgument = Annotated[
+    str, typer.Argument(metavar="[URL]", show_default=True, help="URL of the server.")
+]
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option(envvar="OUTRIDER_API_KEY", help="Bearer key, if the server asks for one."),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Model to ask. \\[default: the first one that is served]"),
+]
 
 
 def chosen(

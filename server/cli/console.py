@@ -1,40 +1,18 @@
-"""What a person sees while the server runs: log lines, the start-up summary, the status line."""
+"""What a person sees while the server runs: the start-up summary, the status line."""
 
 import asyncio
 import logging
 import time
 
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.table import Table
 
 from outrider.engine.api import EngineInfo, EngineStats
 from outrider.engine.processes.client import EngineClient
-from outrider.engine.processes.log_lines import JSONFormatter, LineFormatter
 
 from ..config.settings import Settings
 
 log = logging.getLogger("outrider.server")
-
-PLAIN_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-
-def configure_logging(level: str, log_format: str, console: Console) -> None:
-    """Log to the console: as JSON, or with colour on a terminal, else in plain lines."""
-    if log_format == "json":
-        handler: logging.Handler = logging.StreamHandler(console.file)
-        handler.setFormatter(JSONFormatter())
-    elif console.is_terminal:
-        handler = RichHandler(
-            console=console, show_path=False, log_time_format="[%X]", omit_repeated_times=False
-        )
-        handler.setFormatter(LineFormatter("%(message)s"))
-    else:
-        handler = logging.StreamHandler(console.file)
-        handler.setFormatter(LineFormatter(PLAIN_FORMAT))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.captureWarnings(True)  # warnings may quote what clients send
-    logging.getLogger("outrider").setLevel(level.upper())
 
 
 def show_summary(settings: Settings, info: EngineInfo, url: str, console: Console) -> None:

@@ -68,7 +68,7 @@ def _serve(
         if each and looks_like_path(each) and not Path(each).expanduser().exists():
             give_up(f"{each!r} does not exist (looked at {Path(each).expanduser().absolute()})", 1)
     # Only now: it brings in the whole server, which the other commands need not wait for.
-    from ..http.serving import serve
+    from .serving import serve
 
     raise typer.Exit(serve(settings))
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 
-from ..cli.remote import (
+from .measure import held_out_prompts
+from .remote import (
     TIMEOUT,
     Remote,
     RemoteError,
@@ -19,7 +20,6 @@ from ..cli.remote import (
     refusal,
     unreachable,
 )
-from .measure import held_out_prompts
 
 PLAIN: dict[str, Any] = {"enabled": False}
 DRAFTED: dict[str, Any] = {"metrics": True}

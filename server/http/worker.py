@@ -15,8 +15,8 @@ from rich.console import Console
 from outrider.engine.processes.child_process import leave_with_parent
 from outrider.engine.processes.shared_engine import SharedEngine
 
-from ..cli.console import configure_logging
 from ..models.prepare import Prepared
+from ..observe.logs import configure_logging
 from ..observe.tracing import TracingError
 from .http_server import Server, load_app
 from .middleware import Gate

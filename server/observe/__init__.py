@@ -1,1 +1,1 @@
-"""Metrics and traces, and their names."""
+"""The log, metrics and traces, and their names."""

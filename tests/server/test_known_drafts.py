@@ -305,7 +305,7 @@ def test_the_default_target_gets_the_draft_that_was_made_for_it() -> None:
 
 def served_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
     """The settings that `outrider serve` would serve with."""
-    import outrider.server.http.serving as serving
+    import outrider.server.cli.serving as serving
 
     asked: list[Settings] = []
     monkeypatch.setattr(serving, "serve", lambda settings: asked.append(settings) or 0)
@@ -344,7 +344,7 @@ def test_a_draft_that_is_named_drafts_whatever_the_config(
 
 
 def test_a_k_without_anything_that_drafts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.server.http.serving.serve", lambda settings: 0)
+    monkeypatch.setattr("outrider.server.cli.serving.serve", lambda settings: 0)
     result = CliRunner().invoke(app, ["serve", "plain", "-k", "3"])
     assert result.exit_code == 2
     assert "-k 3 needs a draft, and speculation.proposer is none" in result.output

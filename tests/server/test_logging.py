@@ -16,7 +16,7 @@ from served import Served
 from socket_server import on_a_socket
 
 from outrider.engine.processes.client import EngineUnavailableError
-from outrider.server.cli.console import configure_logging
+from outrider.server.observe.logs import configure_logging
 
 Serve = Callable[..., Served]
 LOGGER = "outrider.server.requests"

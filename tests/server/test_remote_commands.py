@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 from outrider.engine.api import NewRequest, RequestOutput
 from outrider.server.cli import app
 from outrider.server.cli.painter import Painter
-from outrider.server.cli.remote import has_tokens
 from outrider.server.evaluation.load import percentile
+from outrider.server.evaluation.remote import has_tokens
 from outrider.server.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Served]

@@ -28,13 +28,13 @@ from typer.testing import CliRunner
 
 from outrider.engine.config import EngineConfig, ModelConfig
 from outrider.engine.processes import child_process
-from outrider.server.cli import app
+from outrider.server.cli import app, serving
+from outrider.server.cli.serving import prepare_for_clients
 from outrider.server.config.server_settings import ServerSettings
 from outrider.server.config.settings import Settings
-from outrider.server.http import serving
 from outrider.server.http.http_server import Server, load_app
+from outrider.server.http.listeners import bind, bind_unix, share
 from outrider.server.http.middleware import Gate
-from outrider.server.http.serving import bind, bind_unix, prepare_for_clients, share
 from outrider.server.models.prepare import Prepared
 from outrider.server.text.tokenizer import TokenizerData
 

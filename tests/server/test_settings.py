@@ -250,7 +250,7 @@ def test_help_shows_every_flag_whole_in_80_columns(monkeypatch: pytest.MonkeyPat
 
 def test_flags_set_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Settings] = []
-    monkeypatch.setattr("outrider.server.http.serving.serve", lambda s: served.append(s) or 0)
+    monkeypatch.setattr("outrider.server.cli.serving.serve", lambda s: served.append(s) or 0)
     flags = ["--max-model-len", "512", "--max-num-seqs", "4", "--dtype", "float32", "--no-ui"]
     flags += ["--allowed-host", "a", "--allowed-host", "b", "--cache-dtype", "auto", "-k", "3"]
     result = CliRunner().invoke(app, ["serve", *flags])

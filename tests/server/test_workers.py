@@ -20,7 +20,7 @@ from tokenizers_for_tests import byte_level_wrapper
 from outrider.engine.config import EngineConfig, ModelConfig
 from outrider.engine.processes.process_engine import ProcessEngine
 from outrider.server.config.settings import Settings
-from outrider.server.http.serving import bind
+from outrider.server.http.listeners import bind
 from outrider.server.http.workers import WorkerError, Workers
 from outrider.server.models.prepare import Prepared
 from outrider.server.text.tokenizer import TokenizerData

@@ -12,7 +12,7 @@ from served import Served
 
 from outrider.server.config.server_settings import ServerSettings
 from outrider.server.http.http_server import Server
-from outrider.server.http.serving import bind, bind_unix
+from outrider.server.http.listeners import bind, bind_unix
 
 
 @contextmanager

@@ -1,23 +1,11 @@
-"""How `outrider chat` and `outrider bench` talk to a running server."""
+"""A running server, as `outrider chat` and `outrider bench` ask it."""
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
-import typer
 
-UrlArgument = Annotated[
-    str, typer.Argument(metavar="[URL]", show_default=True, help="URL of the server.")
-]
-ApiKeyOption = Annotated[
-    str | None,
-    typer.Option(envvar="OUTRIDER_API_KEY", help="Bearer key, if the server asks for one."),
-]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Model to ask. \\[default: the first one that is served]"),
-]
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT = httpx.Timeout(10.0, read=300.0)  # seconds; a request may wait in a queue
 

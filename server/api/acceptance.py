@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from outrider.engine.api import RequestOutput
 
-from ..api.protocol import SpeculationMetrics
+from .protocol import SpeculationMetrics
 
 
 class Acceptance:

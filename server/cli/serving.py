@@ -1,7 +1,6 @@
 """`outrider serve`: load the pair, answer requests, drain and exit."""
 
 import asyncio
-import errno
 import logging
 import resource
 import signal
@@ -18,18 +17,19 @@ from outrider.engine.processes.client import EngineUnavailableError
 from outrider.engine.processes.process_engine import ProcessEngine
 
 from ..api.sampling_defaults import NEUTRAL, sampling_defaults
-from ..cli.console import configure_logging, report_status, show_summary
-from ..cli.progress import ProgressDisplay
 from ..config.server_settings import ServerSettings
 from ..config.settings import Settings
+from ..http.hosts import is_loopback
+from ..http.http_server import Server, load_app
+from ..http.listeners import bind, bind_unix, share
+from ..http.middleware import Gate
+from ..http.workers import WorkerError, Workers
 from ..models.prepare import Prepared, prepare
 from ..models.store import ModelError
+from ..observe.logs import configure_logging
 from ..observe.tracing import TracingError
-from .connection import MIN_READ_BYTES
-from .hosts import is_loopback
-from .http_server import Server, load_app
-from .middleware import Gate
-from .workers import WorkerError, Workers
+from .console import report_status, show_summary
+from .progress import ProgressDisplay
 
 log = logging.getLogger("outrider.server")
 
@@ -86,70 +86,6 @@ def prepare_for_clients(settings: ServerSettings) -> None:
         wanted = hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))  # children inherit it
-
-
-def bind(
-    host: str, port: int, remedy: str = "choose others with --host and --port"
-) -> socket.socket:
-    """Listen at an address, before anything slow is done. Raises OSError.
-
-    Clients wait until the pair is prepared. A socket that is only bound would refuse them, but also
-    let another server bind the same address.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _show_what_clients_read(listener)
-        listener.bind(address)
-        listener.listen()
-    except OSError as error:
-        raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}; {remedy}") from None
-    return listener
-
-
-def _show_what_clients_read(listener: socket.socket) -> None:
-    """Have the kernel hold little of an answer that the client has no room for. It may hold
-    megabytes, and ask for more only once a third of them is gone: `server.send_timeout_s` and
-    `server.max_unsent_bytes` would not see what a slow client reads, or has yet to read."""
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # connections inherit it
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MIN_READ_BYTES)
-
-
-def bind_unix(path: Path) -> socket.socket:
-    """Listen at this path; replaces the socket of a dead server. Raises OSError."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if path.is_socket():
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
-                    path.unlink()
-        listener.bind(str(path))
-        listener.listen()
-    except OSError as error:
-        raise OSError(f"cannot listen at {path}: {error.strerror}") from None
-    return listener
-
-
-def share(listener: socket.socket, num_sockets: int) -> list[socket.socket]:
-    """Several sockets of one address, over which the kernel spreads connections.
-
-    If all processes accepted from one socket, each in turn would take a whole burst of them.
-    """
-    if num_sockets == 1:
-        return [listener]
-    # Set after the first listens, so that a port of another server is still an error.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    listeners = [listener]
-    for _ in range(num_sockets - 1):
-        listeners.append(socket.socket(listener.family, listener.type, listener.proto))
-        listeners[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listeners[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        _show_what_clients_read(listeners[-1])
-        listeners[-1].bind(listener.getsockname())
-    return listeners
 
 
 async def _serve(settings: Settings, listeners: list[socket.socket], console: Console) -> int:
