@@ -72,7 +72,7 @@ class EngineConfig:
     max_model_len: int | None = None  # prompt and output tokens; None: what the target supports
     eos_token_ids: tuple[int, ...] = ()
     token_table: TokenTable | None = None  # None: requests with a grammar are refused
-    # Specs for ProcessorRegistry in engine.logit_edits.processors.
+    # Specs for ProcessorRegistry in engine.logits_processors.
     logits_processors: tuple[str, ...] = ()
     gpu_memory_utilization: float = 0.9  # share of the GPU for weights, graphs and pages
     batch_invariant: bool | None = None  # logits do not depend on the batch; None: if it is cheap

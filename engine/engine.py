@@ -24,7 +24,7 @@ from .api import (
     ignore_progress,
 )
 from .config import EngineConfig
-from .logit_edits.processors import ProcessorRegistry
+from .logits_processors import ProcessorRegistry
 from .memory.device_memory import DeviceMemory, PageEvent
 from .models.network import PagedLayers
 from .pace import Pace

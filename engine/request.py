@@ -5,11 +5,31 @@ from typing import TYPE_CHECKING, Any
 
 from .api import FinishReason, NewRequest, RequestOutput, SamplingParams, Verification
 from .memory.sequence import SequenceMemory
-from .scheduling.lookups import Hits
 
 if TYPE_CHECKING:
     from .grammars.grammar import Grammar
-    from .logit_edits.processors import LogitsProcessor
+    from .logits_processors import LogitsProcessor
+
+
+class Hits:
+    """How often looked-up drafts of one sequence were accepted, the latest the most important."""
+
+    _KEPT = 0.9  # of what was seen, from step to step
+
+    def __init__(self) -> None:
+        self._accepted = self._tried = 0.0
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        """Learn from a step, also from one that looked up nothing: bad luck is forgotten."""
+        self._accepted = self._KEPT * self._accepted + num_accepted
+        self._tried = self._KEPT * self._tried + min(num_drafts, num_accepted + 1)
+
+    def acceptance(self, num_matched: int) -> float:
+        """The chance of a draft whose text has agreed with the last `num_matched` tokens.
+
+        Each of those counts as a draft that was accepted (by Laplace's rule of succession).
+        """
+        return (1 + num_matched + self._accepted) / (2 + num_matched + self._tried)
 
 
 class Request:

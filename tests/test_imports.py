@@ -1,8 +1,9 @@
-"""Imports run one way: server → engine → kernels, and never in a circle."""
+"""Imports run one way, server → distill → engine → kernels; no modules or folders go in circles."""
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,36 @@ def test_rooms_import_one_way(graph: dict[str, set[str]]) -> None:
 
 def test_no_imports_go_in_a_circle(graph: dict[str, set[str]]) -> None:
     assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)
+
+
+def siblings(importer: str, imported: str) -> tuple[str, str]:
+    """The two as children of the folder that holds both: each is a module, or all of a folder."""
+    ours, theirs = importer.split("."), imported.split(".")
+    same = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+    return ".".join(ours[: same + 1]), ".".join(theirs[: same + 1])
+
+
+def circle_of_folders(graph: dict[str, set[str]]) -> list[str]:
+    """A circle among the modules and folders of one folder, if there is any."""
+    by_sibling: dict[str, set[str]] = defaultdict(set)
+    for module, others in graph.items():
+        for other in others:
+            if not (module.startswith(f"{other}.") or other.startswith(f"{module}.")):
+                importer, imported = siblings(module, other)
+                by_sibling[importer].add(imported)
+    try:
+        TopologicalSorter(by_sibling).prepare()
+    except CycleError as error:
+        return [str(each) for each in error.args[1]]
+    return []
+
+
+def test_no_folders_import_in_a_circle(graph: dict[str, set[str]]) -> None:
+    assert circle_of_folders(graph) == []
+
+
+def test_circles_of_folders_are_seen_where_modules_have_none() -> None:
+    graph = {"a.http.app": {"a.api.chat"}, "a.api.chat": {"a.http.errors"}, "a.http.errors": set()}
+    assert set(circle_of_folders(graph)) == {"a.http", "a.api"}
+    outer_from_inner = {"a.b.load": {"a.b.parts.mlp"}, "a.b.parts.mlp": {"a.b.weights"}}
+    assert circle_of_folders(outer_from_inner) == []

@@ -1,27 +1,5 @@
 """How many looked-up drafts a step has: as many as are worth the rows that verify them."""
 
-
-class Hits:
-    """How often looked-up drafts of one sequence were accepted, the latest the most important."""
-
-    _KEPT = 0.9  # of what was seen, from step to step
-
-    def __init__(self) -> None:
-        self._accepted = self._tried = 0.0
-
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """Learn from a step, also from one that looked up nothing: bad luck is forgotten."""
-        self._accepted = self._KEPT * self._accepted + num_accepted
-        self._tried = self._KEPT * self._tried + min(num_drafts, num_accepted + 1)
-
-    def acceptance(self, num_matched: int) -> float:
-        """The chance of a draft whose text has agreed with the last `num_matched` tokens.
-
-        Each of those counts as a draft that was accepted (by Laplace's rule of succession).
-        """
-        return (1 + num_matched + self._accepted) / (2 + num_matched + self._tried)
-
-
 ROW_COST = 1 / 8  # assumed at first, as a share of a step that has one row a sequence
 
 

@@ -10,8 +10,9 @@ from engines import GREEDY, engine_config, prompts, run, tokens
 from tiny_models import VOCAB, Tiny
 
 from outrider.engine.engine import Engine
+from outrider.engine.request import Hits
 from outrider.engine.scheduling.adaptive_speculation import MIN_TIMES, AdaptiveSpeculation
-from outrider.engine.scheduling.lookups import Hits, Worth
+from outrider.engine.scheduling.lookups import Worth
 
 PROMPT = prompts([9], VOCAB)[0]
 LONG = replace(GREEDY, max_tokens=40)

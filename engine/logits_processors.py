@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..api import InvalidRequestError, SamplingParams
-from ..config import ConfigError
+from .api import InvalidRequestError, SamplingParams
+from .config import ConfigError
 
 ENTRY_POINT_GROUP = "outrider.logits_processors"
 
