@@ -1,5 +1,7 @@
-"""The model families whose structure we know, one file each; see `llama.py`."""
+"""The model families whose structure we know, each in a file of this folder; see `llama.py`."""
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -7,15 +9,14 @@ from transformers import PreTrainedConfig
 from ..checkpoint import AnyCheckpoint
 from ..decoder import Decoder
 from .base import Family
-from .gpt_oss import GptOss
-from .llama import Llama, SeedOss, SmolLM3, Windowed
-from .qwen3_moe import Qwen3Moe
 
-# By model type.
+# By model type: a class is found by being in a file beside this one.
 FAMILIES: dict[str, type[Family]] = {
     model_type: family
-    for family in (GptOss, Llama, Qwen3Moe, SeedOss, SmolLM3, Windowed)
-    for model_type in family.model_types
+    for file in iter_modules(__path__)
+    for family in vars(import_module(f".{file.name}", __name__)).values()
+    if isinstance(family, type) and issubclass(family, Family)
+    for model_type in vars(family).get("model_types", ())
 }
 
 
