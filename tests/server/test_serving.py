@@ -174,7 +174,7 @@ def test_sigterm_ends_a_start(moment: str) -> None:
     program = f"""
 import asyncio, os, signal
 import zmq
-from outrider.server.http import serving
+from outrider.server.cli import serving
 from outrider.server.config.settings import Settings
 moment = {moment!r}
 def terminate(now):
@@ -198,7 +198,7 @@ raise SystemExit(serving.serve(Settings(server={{"port": 0}})))
 
 def test_json_logs_of_a_start_are_nothing_but_json() -> None:
     program = """
-from outrider.server.http import serving
+from outrider.server.cli import serving
 from outrider.server.config.settings import Settings
 from outrider.server.models.store import ModelError
 async def prepare(settings, progress):
