@@ -6,8 +6,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ..grammar.tool_choice import NamedTool
-from ..text.call_stream import CallStart
-from ..text.message_parser import Part, Text
+from ..text.message_parser import Part
 from .answer import Answer
 from .chat_protocol import (
     ChatChoice,
@@ -24,6 +23,7 @@ from .chat_protocol import (
 from .chat_turn import prepare_turn
 from .choices import BARE, ChoicesAnswer
 from .generation import Delta, Sample, Token
+from .growth import Block, Growth
 from .service import Service
 
 
@@ -45,8 +45,7 @@ class _ChatAnswer(ChoicesAnswer):
         self._prompt_logprobs_asked = body.prompt_logprobs
         self._with_ids = body.return_token_ids
         self._calls_one_by_name = isinstance(body.tool_choice, NamedTool)
-        # Of each choice: the calls reported so far, by what they call.
-        self._calls: list[list[str]] = [[] for _ in range(body.n)]
+        self._growths = [Growth() for _ in range(body.n)]  # of each choice
         if body.return_token_ids:
             self._head["prompt_token_ids"] = self._prompts[0]
 
@@ -105,36 +104,27 @@ class _ChatAnswer(ChoicesAnswer):
 
     def _said(self, index: int, parts: Sequence[Part]) -> list[dict[str, Any]]:
         """What the parts add to the message: texts, and calls one by one."""
-        said: list[dict[str, Any]] = []
-        pieces: list[str] = []  # of the last text
+        said: list[tuple[Block, bool, list[str]]] = []  # whether it is new, and its text
         for part in parts:
-            if isinstance(part, CallStart):
-                said.append({"tool_calls": [self._new_call(index, part, pieces := [])]})
-                continue
-            if isinstance(part, Text):
-                name = "reasoning_content" if part.reasoning else "content"
-                if not said or name not in said[-1]:
-                    said.append({name: (pieces := [])})
-            elif not said or "tool_calls" not in said[-1]:
-                said.append({"tool_calls": [self._more_of_call(index, pieces := [])]})
-            pieces.append(part.text)
-        told: list[dict[str, Any]] = list(map(_joined, said))
-        for each in told:
-            if "reasoning_content" in each:
-                each["reasoning"] = each["reasoning_content"]  # clients read one or the other
-        return told
+            for how, block, text in self._growths[index].add(part):
+                if how == "opens" or (how == "grows" and not (said and said[-1][0] is block)):
+                    said.append((block, how == "opens", []))
+                if how == "grows":
+                    said[-1][2].append(text)
+        return [self._added(block, "".join(pieces), is_new=new) for block, new, pieces in said]
 
-    def _new_call(self, index: int, start: CallStart, pieces: list[str]) -> dict[str, Any]:
-        kind = "custom" if start.is_free_text else "function"
-        self._calls[index].append(kind)
-        call = self._more_of_call(index, pieces)
-        call[kind]["name"] = start.name
-        return call | {"id": self._service.message_format.new_call_id(), "type": kind}
-
-    def _more_of_call(self, index: int, pieces: list[str]) -> dict[str, Any]:
-        kinds = self._calls[index]
-        argument = "input" if kinds[-1] == "custom" else "arguments"
-        return {"index": len(kinds) - 1, kinds[-1]: {argument: pieces}}
+    def _added(self, block: Block, text: str, *, is_new: bool) -> dict[str, Any]:
+        if block.kind == "text":
+            return {"content": text}
+        if block.kind == "reasoning":
+            return {"reasoning_content": text, "reasoning": text}  # clients read one or the other
+        is_free = block.kind == "free_text_call"
+        kind, argument = ("custom", "input") if is_free else ("function", "arguments")
+        call: dict[str, Any] = {"index": block.num_calls - 1, kind: {argument: text}}
+        if is_new:
+            call[kind]["name"] = block.started_call.name
+            call |= {"id": self._service.message_format.new_call_id(), "type": kind}
+        return {"tool_calls": [call]}
 
     def _logprobs(self, tokens: list[Token]) -> ChatLogprobs:
         content = []
@@ -147,18 +137,6 @@ class _ChatAnswer(ChoicesAnswer):
             chosen = self._entry(token.id, token.logprobs.logprob)
             content.append(TokenLogprob(**chosen, top_logprobs=top))
         return ChatLogprobs(content=content, refusal=None)
-
-
-def _joined(value: Any) -> Any:
-    """The same, with a text in place of its pieces."""
-    match value:
-        case dict():
-            return {name: _joined(each) for name, each in value.items()}
-        case [dict() as call]:
-            return [_joined(call)]
-        case list():
-            return "".join(value)
-    return value
 
 
 def _message(said: list[dict[str, Any]]) -> ChatMessage:

@@ -11,12 +11,11 @@ from ..base.errors import APIError
 from ..base.held import json_bytes
 from ..base.off_loop import off_loop
 from ..base.streaming import server_sent
-from ..text.call_stream import CallStart
-from ..text.message_parser import Part, Text
 from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import num_prompt_tokens, prepare_turn
 from .generation import Delta, Generation, Sample
+from .growth import Block, Change, Growth
 from .messages_protocol import (
     AnthropicAnswer,
     CountTokensRequest,
@@ -26,7 +25,7 @@ from .messages_protocol import (
     StopReason,
 )
 from .service import Service
-from .tools import arguments_of
+from .tools import object_of
 from .translation import renamed_fields
 
 # Fields that have other names here than in chats.
@@ -37,7 +36,7 @@ FIELDS = {
     "reasoning_effort": "output_config",
 }
 # How a block grows, by its type: the type of the delta, and the name of its field.
-GROWTH = {
+DELTAS = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
@@ -73,7 +72,7 @@ class _MessagesAnswer(Answer):
         self.keeps_body = bool(body.tools)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._content: list[dict[str, Any]] = []
-        self._pieces: list[str] = []  # of the last block
+        self._growth = Growth()
         self._stop_reason: StopReason | None = None
         self._stop_sequence: str | None = None
 
@@ -111,52 +110,36 @@ class _MessagesAnswer(Answer):
     def _added(self, delta: Delta) -> Iterator[Event]:
         """Add to the content; returns the events that report it."""
         for part in delta.parts:
-            yield from self._add(part)
+            yield from map(self._changed, self._growth.add(part))
         if delta.finish_reason is not None:
-            yield from self._close()
+            yield from map(self._changed, self._growth.close())
             self._stop_reason = "max_tokens" if delta.finish_reason == "length" else "end_turn"
             if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
                 self._stop_reason, self._stop_sequence = "stop_sequence", delta.stop_reason
             elif delta.finish_reason == "stop" and delta.num_calls:
                 self._stop_reason = "tool_use"
 
-    def _add(self, part: Part) -> Iterator[Event]:
-        match part:
-            case Text():
-                if part.reasoning and self._open_type != "thinking":
-                    yield from self._open(type="thinking", thinking="", signature="")
-                elif not part.reasoning and self._open_type != "text":
-                    yield from self._open(type="text", text="")
-            case CallStart():
-                call_id = self._service.message_format.new_call_id()
-                block_id = call_id.replace("call_", "toolu_")
-                yield from self._open(type="tool_use", id=block_id, name=part.name, input={})
-                return
-        self._pieces.append(part.text)
-        kind, name = GROWTH[self._content[-1]["type"]]
-        delta = {"type": kind, name: part.text}
-        yield "content_block_delta", {"index": len(self._content) - 1, "delta": delta}
+    def _changed(self, change: Change) -> Event:
+        how, block, text = change
+        if how == "opens":
+            self._content.append(self._begun(block))
+            shown = dict(self._content[-1])
+            return "content_block_start", {"index": block.index, "content_block": shown}
+        content = self._content[block.index]
+        kind, name = DELTAS[content["type"]]
+        if how == "grows":
+            delta = {"type": kind, name: text}
+            return "content_block_delta", {"index": block.index, "delta": delta}
+        content |= {name: block.text} if block.call is None else {"input": object_of(block.text)}
+        return "content_block_stop", {"index": block.index}
 
-    @property
-    def _open_type(self) -> str | None:
-        return self._content[-1]["type"] if self._content else None
-
-    def _open(self, **block: Any) -> Iterator[Event]:
-        yield from self._close()
-        self._content.append(block)
-        self._pieces = []
-        index = len(self._content) - 1
-        yield "content_block_start", {"index": index, "content_block": dict(block)}
-
-    def _close(self) -> Iterator[Event]:
-        if not self._content:
-            return
-        block, text = self._content[-1], "".join(self._pieces)
-        if block["type"] == "tool_use":
-            block["input"] = _object(text)
-        else:
-            block[GROWTH[block["type"]][1]] = text
-        yield "content_block_stop", {"index": len(self._content) - 1}
+    def _begun(self, block: Block) -> dict[str, Any]:
+        if block.kind == "text":
+            return {"type": "text", "text": ""}
+        if block.kind == "reasoning":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        call_id = self._service.message_format.new_call_id().replace("call_", "toolu_")
+        return {"type": "tool_use", "id": call_id, "name": block.started_call.name, "input": {}}
 
     def _message(self) -> AnthropicAnswer:
         return AnthropicAnswer(
@@ -177,12 +160,6 @@ class _MessagesAnswer(Answer):
             cache_read_input_tokens=self._num_cached_tokens,
             output_tokens=self._num_completion_tokens,
         )
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Parses arguments; nothing of them if a model wrote what is no JSON object."""
-    told = arguments_of(arguments)
-    return told if isinstance(told, dict) else {}
 
 
 def _event(name: str, **fields: Any) -> str:

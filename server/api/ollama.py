@@ -18,13 +18,13 @@ from ..base.errors import APIError, invalid_value
 from ..base.held import json_bytes
 from ..base.off_loop import off_loop
 from ..base.streaming import EventStream
-from ..text.call_stream import CallStart
-from ..text.message_parser import Part, Text
+from ..text.message_parser import Text
 from .answer import Answer
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import prepare_turn
 from .completions import prepare_completion
 from .generation import Delta, Generation, Sample
+from .growth import Change, Growth
 from .ollama_protocol import (
     FIELDS,
     OllamaChatRequest,
@@ -33,7 +33,7 @@ from .ollama_protocol import (
 )
 from .protocol import ChoiceFields
 from .service import VERSION, Service
-from .tools import arguments_of
+from .tools import object_of
 from .translation import renamed_fields
 
 NS = 1_000_000_000
@@ -99,7 +99,7 @@ class _OllamaAnswer(Answer):
         self._start_s = time.perf_counter()
         self._first_s: float | None = None
         self._finish_reason = "stop"
-        self._call: tuple[str, list[str]] | None = None  # its name, and pieces of its arguments
+        self._growth = Growth()
         self._sign = self._line()
 
     async def _events(self, generation: Generation) -> AsyncIterator[str]:
@@ -139,29 +139,10 @@ class _OllamaAnswer(Answer):
         if self._first_s is None:
             self._first_s = time.perf_counter()
         for part in delta.parts if self._has_parts else [Text(delta.text)]:
-            yield from self._add(part)
+            yield from _said(self._growth.add(part))
         if delta.finish_reason is not None:
-            yield from self._end_of_call()
+            yield from _said(self._growth.close())
             self._finish_reason = delta.finish_reason
-
-    def _add(self, part: Part) -> Iterator[dict[str, Any]]:
-        match part:
-            case CallStart():
-                yield from self._end_of_call()
-                self._call = part.name, []
-            case Text() if part.text:
-                yield from self._end_of_call()
-                yield {"thinking" if part.reasoning else "text": part.text}
-            case _ if self._call is not None:
-                self._call[1].append(part.text)
-
-    def _end_of_call(self) -> Iterator[dict[str, Any]]:
-        if self._call is None:
-            return
-        (name, pieces), self._call = self._call, None
-        arguments = arguments_of("".join(pieces))
-        arguments = arguments if isinstance(arguments, dict) else {}
-        yield {"tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
 
     def _end(self) -> dict[str, Any]:
         now_s = time.perf_counter()
@@ -176,6 +157,16 @@ class _OllamaAnswer(Answer):
             "eval_count": self._num_completion_tokens,
             "eval_duration": int((now_s - first_s) * NS),
         }
+
+
+def _said(changes: Iterator[Change]) -> Iterator[dict[str, Any]]:
+    """Text as it comes, and calls as a whole."""
+    for how, block, text in changes:
+        if block.call is None and text:
+            yield {"thinking" if block.kind == "reasoning" else "text": text}
+        elif block.call is not None and how == "closes":
+            arguments = object_of(block.text)
+            yield {"tool_calls": [{"function": {"name": block.call.name, "arguments": arguments}}]}
 
 
 def _now() -> str:

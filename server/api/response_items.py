@@ -4,10 +4,10 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from ..text.call_stream import CallStart
 from ..text.message_format import MessageFormat
-from ..text.message_parser import Part, Text
+from ..text.message_parser import Part
 from .answer import Event
+from .growth import Block, Growth
 from .responses_protocol import Status
 
 # By the type of an item: what the events about its text are named after, and the text's field.
@@ -25,29 +25,44 @@ class OutputItems:
     def __init__(self, form: MessageFormat) -> None:
         self._form = form
         self.items: list[dict[str, Any]] = []  # the complete items
-        self._item: dict[str, Any] | None = None  # the item that is still growing
-        self._pieces: list[str] = []  # of the growing item's text
+        self._growth = Growth()
+        self._item: dict[str, Any] = {}  # the item that is still growing
         self._logprobs: list[dict[str, Any]] = []  # of the growing item's text
 
     def add(self, part: Part, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         """`logprobs` are those of the part's tokens: none, unless it is text of a message."""
-        if isinstance(part, CallStart):
-            yield from self._open_call(part)
-            return
-        if isinstance(part, Text):
-            kind = "reasoning" if part.reasoning else "message"
-            if self._item is None or self._item["type"] != kind:
-                yield from self._open_text(kind)
-        yield from self._grow(part.text, logprobs)
+        for how, block, text in self._growth.add(part):
+            if how == "opens":
+                yield from self._open(block)
+            elif how == "grows":
+                yield self._grow(text, logprobs)
+            else:
+                yield from self._close(block, "completed")
 
-    def close(self, status: Status = "completed") -> Iterator[Event]:
+    def close(self, status: Status) -> Iterator[Event]:
         """Complete the growing item."""
-        item, self._item = self._item, None
-        if item is None:
-            return
+        for _, block, _ in self._growth.close():
+            yield from self._close(block, status)
+
+    def _open(self, block: Block) -> Iterator[Event]:
+        self._item, self._logprobs = self._begun(block), []
+        parts = self._item.get("content", [])
+        shown = self._item | ({"content": []} if parts else {})
+        yield "response.output_item.added", {"output_index": block.index, "item": shown}
+        for part in parts:
+            yield "response.content_part.added", self._place() | {"part": dict(part)}
+
+    def _grow(self, text: str, logprobs: list[dict[str, Any]]) -> Event:
+        self._logprobs += logprobs
+        delta: dict[str, Any] = {"delta": text}
+        if self._item["type"] == "message":
+            delta["logprobs"] = logprobs
+        return f"response.{TEXTS[self._item['type']][0]}.delta", self._place() | delta
+
+    def _close(self, block: Block, status: Status) -> Iterator[Event]:
+        item, place = self._item, self._place()
         name, field = TEXTS[item["type"]]
-        place = self._place(item)
-        said: dict[str, Any] = {field: "".join(self._pieces)}
+        said: dict[str, Any] = {field: block.text}
         if item["type"] == "message":
             said["logprobs"] = self._logprobs
         parts = item.get("content", [])
@@ -59,49 +74,27 @@ class OutputItems:
             yield "response.content_part.done", place | {"part": dict(part)}
         item["status"] = status
         self.items.append(item)
-        yield "response.output_item.done", {"output_index": place["output_index"], "item": item}
+        yield "response.output_item.done", {"output_index": block.index, "item": item}
 
-    def _place(self, item: dict[str, Any]) -> dict[str, Any]:
-        place = {"item_id": item["id"], "output_index": len(self.items)}
-        return place | {"content_index": 0} if "content" in item else place
+    def _place(self) -> dict[str, Any]:
+        place = {"item_id": self._item["id"], "output_index": len(self.items)}
+        return place | {"content_index": 0} if "content" in self._item else place
 
-    def _open(self, item: dict[str, Any]) -> Iterator[Event]:
-        yield from self.close()
-        self._item, self._pieces, self._logprobs = item, [], []
-        shown = item | ({"content": []} if "content" in item else {})
-        yield "response.output_item.added", {"output_index": len(self.items), "item": shown}
-
-    def _open_text(self, kind: str) -> Iterator[Event]:
-        part: dict[str, Any]
+    def _begun(self, block: Block) -> dict[str, Any]:
         item: dict[str, Any]
-        if kind == "reasoning":
-            part = {"type": "reasoning_text", "text": ""}
-            item = {"id": _new_id("rs"), "type": kind, "summary": [], "status": "in_progress"}
-        else:
+        if block.kind == "reasoning":
+            item = {"id": _new_id("rs"), "type": "reasoning", "summary": []}
+            item["content"] = [{"type": "reasoning_text", "text": ""}]
+        elif block.kind == "text":
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            item = {"id": _new_id("msg"), "type": kind, "role": "assistant"}
-            item["status"] = "in_progress"
-        item["content"] = [part]
-        yield from self._open(item)
-        yield "response.content_part.added", self._place(item) | {"part": dict(part)}
-
-    def _open_call(self, start: CallStart) -> Iterator[Event]:
-        item = {"call_id": self._form.new_call_id(), "name": start.name}
-        if start.is_free_text:
-            item |= {"id": _new_id("ctc"), "type": "custom_tool_call", "input": ""}
+            item = {"id": _new_id("msg"), "type": "message", "role": "assistant", "content": [part]}
         else:
-            item |= {"id": _new_id("fc"), "type": "function_call", "arguments": ""}
-        yield from self._open(item | {"status": "in_progress"})
-
-    def _grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
-        item = self._item
-        assert item is not None
-        self._pieces.append(text)
-        self._logprobs += logprobs
-        delta: dict[str, Any] = {"delta": text}
-        if item["type"] == "message":
-            delta["logprobs"] = logprobs
-        yield f"response.{TEXTS[item['type']][0]}.delta", self._place(item) | delta
+            item = {"call_id": self._form.new_call_id(), "name": block.started_call.name}
+            if block.kind == "free_text_call":
+                item |= {"id": _new_id("ctc"), "type": "custom_tool_call", "input": ""}
+            else:
+                item |= {"id": _new_id("fc"), "type": "function_call", "arguments": ""}
+        return item | {"status": "in_progress"}
 
 
 def _new_id(kind: str) -> str:

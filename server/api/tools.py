@@ -82,6 +82,12 @@ def arguments_of(given: object) -> dict[str, Any] | str:
     raise ValueError("expected arguments that are a text or an object")
 
 
+def object_of(arguments: str) -> dict[str, Any]:
+    """The arguments that a model wrote; nothing of them if they are no JSON object."""
+    read = arguments_of(arguments)
+    return read if isinstance(read, dict) else {}
+
+
 def _schema(kind: str, *, required: list[str], name: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The OpenAPI schema of a dict that is passed on unchanged."""
     return {
