@@ -138,8 +138,9 @@ class _MessagesAnswer(Answer):
             return {"type": "text", "text": ""}
         if block.kind == "reasoning":
             return {"type": "thinking", "thinking": "", "signature": ""}
-        call_id = self._service.message_format.new_call_id().replace("call_", "toolu_")
-        return {"type": "tool_use", "id": call_id, "name": block.started_call.name, "input": {}}
+        call = block.started_call
+        call_id = self._service.message_format.call_id(call, "toolu_")
+        return {"type": "tool_use", "id": call_id, "name": call.name, "input": {}}
 
     def _message(self) -> AnthropicAnswer:
         return AnthropicAnswer(

@@ -89,7 +89,10 @@ class OutputItems:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item = {"id": _new_id("msg"), "type": "message", "role": "assistant", "content": [part]}
         else:
-            item = {"call_id": self._form.new_call_id(), "name": block.started_call.name}
+            item = {
+                "call_id": self._form.call_id(block.started_call),
+                "name": block.started_call.name,
+            }
             if block.kind == "free_text_call":
                 item |= {"id": _new_id("ctc"), "type": "custom_tool_call", "input": ""}
             else:

@@ -11,13 +11,16 @@ from outrider.engine.api import EngineInfo, EngineStats
 from outrider.engine.processes.client import EngineClient
 
 from ..config.settings import Settings
+from ..text.message_format import MessageFormat
 
 log = logging.getLogger("outrider.server")
 
 
-def show_summary(settings: Settings, info: EngineInfo, url: str, console: Console) -> None:
+def show_summary(
+    settings: Settings, info: EngineInfo, form: MessageFormat, url: str, console: Console
+) -> None:
     """Show what was loaded: as a table on a terminal, otherwise as log lines."""
-    rows = _summary(settings, info, url)
+    rows = _summary(settings, info, form, url)
     if not console.is_terminal:
         for name, value in rows:
             log.info("%s: %s", name, value)
@@ -28,7 +31,9 @@ def show_summary(settings: Settings, info: EngineInfo, url: str, console: Consol
     console.print(table)
 
 
-def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, str]]:
+def _summary(
+    settings: Settings, info: EngineInfo, form: MessageFormat, url: str
+) -> list[tuple[str, str]]:
     k = info.num_speculative_tokens
     if info.proposer is None or k == 0:
         draft = "none: the target decodes plainly"
@@ -53,6 +58,8 @@ def _summary(settings: Settings, info: EngineInfo, url: str) -> list[tuple[str, 
         ("reproducible", "yes" if info.batch_invariant else "no: rounding depends on the batch"),
         ("KV cache", f"up to {num_tokens:,} tokens ({cache_gib:.1f} GiB{notes})"),
         ("context", f"{info.max_model_len} tokens, {info.max_num_seqs} sequences at once"),
+        ("tool calls", form.name),
+        ("reasoning", "told from content" if form.has_reasoning else "none"),
         ("loaded in", loaded),
         ("serving", f"{', '.join(settings.served_model_names)} at {url}/v1"),
         *page,

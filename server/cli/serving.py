@@ -28,6 +28,7 @@ from ..models.prepare import Prepared, prepare
 from ..models.store import ModelError
 from ..observe.logs import configure_logging
 from ..observe.tracing import TracingError
+from ..text.message_format import MessageFormat
 from .console import report_status, show_summary
 from .progress import ProgressDisplay
 
@@ -128,7 +129,9 @@ async def _serve(settings: Settings, listeners: list[socket.socket], console: Co
                     log.error("%s", error)
                     return 1
             else:
-                show_summary(settings, info, _url(listeners[0], settings.server), console)
+                form = MessageFormat.of(prepared.tokenizer, settings.server)
+                url = _url(listeners[0], settings.server)
+                show_summary(settings, info, form, url, console)
                 if settings.server.status_interval_s:
                     reporting = report_status(engine, settings.server.status_interval_s)
                     tasks.append(asyncio.create_task(reporting))

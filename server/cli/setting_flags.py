@@ -29,6 +29,9 @@ _PANELS = {
 _METAVARS = {"integer": "N", "number": "NUMBER", "string": "TEXT", "array": "TEXT"}
 
 
+MAX_CHOICES = 8
+
+
 def with_setting_flags(command: Callable[..., None], *, own: set[str]) -> Callable[..., None]:
     """The same command with a flag for each setting but `own`, which it has already.
 
@@ -75,6 +78,8 @@ def _annotation(key: str, schemas: dict[str, Any]) -> Any:
     shown = "" if default in (None, "", []) else f" [default: {default}]"
     choices = next((each["enum"] for each in kinds if "enum" in each), None)
     choices = choices or [each["const"] for each in kinds if "const" in each]
+    if len(choices) > MAX_CHOICES:  # for one line; the text lists them
+        choices = []
     text = schema["description"] + ("" if choices else allowed_values(schema))
     panel = _PANELS[section]
     if kind == "boolean":

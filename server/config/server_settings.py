@@ -17,7 +17,23 @@ MAX_BAD_WORDS = 1024
 ANY_NAME = "*"  # as a served_model_name
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
-ToolCallFormat = Literal["auto", "hermes", "qwen_xml", "mistral", "llama3_json", "none"]
+# Those of text/call_formats.py, and two more.
+ToolCallFormat = Literal[
+    "auto",
+    "hermes",
+    "qwen_xml",
+    "mistral",
+    "llama3_json",
+    "llama4",
+    "harmony",
+    "gemma4",
+    "glm",
+    "deepseek",
+    "dsml",
+    "kimi",
+    "granite",
+    "none",
+]
 
 
 def _one_or_several(value: object) -> object:
@@ -189,13 +205,13 @@ class ServerSettings(Section):
     tool_call_format: ToolCallFormat = Field(
         default="auto",
         description="How the target writes tool calls. auto: as its response template says, or "
-        "as its chat template shows; none: calls stay in the text.",
+        "as its chat template or its type shows; none: calls stay in the text.",
     )
     reasoning_content: bool | None = Field(
         default=None,
-        description="Return the text between <think> and </think> in chat answers as reasoning "
-        "and reasoning_content, not as content. Unset: if the target's templates show that it "
-        "reasons.",
+        description="Return the reasoning in chat answers, such as the text between <think> and "
+        "</think>, as reasoning and reasoning_content, not as content. Unset: if the target's "
+        "templates show that it reasons.",
     )
     include_usage: bool = Field(
         default=False,

@@ -11,8 +11,7 @@ from pydantic import Discriminator, FailFast, Field, Tag
 from ..base.content import type_of
 from ..base.errors import cut, invalid_value, unsupported
 from ..base.fields import MAX_TOOLS, APIRequest
-from ..text.message_parser import END_THINK, THINK
-from ..text.tool_calls import CALL, END_CALL
+from ..text.call_formats import CALL, END_CALL, END_THINK, THINK
 from .structured_outputs import WHITESPACE, GrammarText, json_of_schema
 
 INPUT = "input"  # the name of a custom tool's text in a call

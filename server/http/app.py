@@ -127,12 +127,7 @@ def create_app(
         client=client,
         tokenizer=tokenizer,
         metrics=Metrics(client, model_name),
-        message_format=MessageFormat(
-            str(tokenizer.info["chat_template"]),
-            tokenizer.response_template,
-            name=settings.tool_call_format,
-            reasoning=settings.reasoning_content,
-        ),
+        message_format=MessageFormat.of(tokenizer.data, settings),
         grammars=GrammarChecker(
             compiler, max_bytes=settings.max_grammar_bytes, timeout_s=settings.grammar_timeout_s
         ),

@@ -112,7 +112,7 @@ def _pair(
             draft, vocab_size = _draft(settings.draft, target, config, vocabulary, progress)
     try:
         ids = eos_token_ids(target, config, tokenizer)
-        data = TokenizerData.of(tokenizer)
+        data = TokenizerData.of(tokenizer, config.model_type)
     except ValueError as error:
         raise ModelError(f"{target} cannot be served: {error}") from None
     token_table = _token_table(data, vocab_size)

@@ -12,11 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import regex
 from pydantic_core import from_json
 
-from .tool_calls import CallFormat, Tools
+from .call_formats import CallFormat, Tags
+from .tool_calls import Tools
 
 MAX_HEAD_CHARS = 512  # before a call's arguments, between two of them, or before a custom text
 MAX_LITERAL_CHARS = 4096  # of Python, which takes a second to read a megabyte
@@ -28,6 +31,7 @@ class CallStart:
 
     name: str
     is_free_text: bool = False  # the arguments are the tool's text, not JSON
+    id: str | None = None  # if the model wrote one
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,8 @@ class CallArguments:
 CallPart = CallStart | CallArguments
 
 
-def call_stream(form: CallFormat, tools: Tools) -> "CallStream":
-    return XMLCallStream(form, tools) if form.is_xml else JSONCallStream(form, tools)
+def started(head: re.Match[str]) -> CallStart:
+    return CallStart(head["name"], id=head.groupdict().get("id"))
 
 
 def start_of_tail(text: str, markers: Collection[str]) -> int:
@@ -51,6 +55,17 @@ def start_of_tail(text: str, markers: Collection[str]) -> int:
         if any(marker.startswith(text[start:]) for marker in markers):
             return start
     return len(text)
+
+
+def may_become_call(form: CallFormat, text: str) -> bool:
+    """Whether a call could begin with this text, which is cut off."""
+    short = len(text) <= MAX_HEAD_CHARS
+    return short and any(head.fullmatch(text, partial=True) for head in _partial_heads(form))
+
+
+@cache
+def _partial_heads(form: CallFormat) -> list["regex.Pattern[str]"]:
+    return [regex.compile(head.pattern) for head in form.heads]
 
 
 class CallStream(ABC):
@@ -82,16 +97,23 @@ class CallStream(ABC):
         """Read on from `at`, add the calls found to `parts`, and return how far it got."""
 
     @abstractmethod
-    def finish(self) -> list[CallPart]:
-        """The rest of the last call, after the end of the text."""
+    def finish(self, *, closed: bool) -> list[CallPart]:
+        """The rest of the last call, at the end of the text, or `closed` by a marker."""
+
+    @property
+    @abstractmethod
+    def is_open(self) -> bool:
+        """Whether a call has begun that is not complete."""
 
     @property
     def rest(self) -> str:
         """The text after the last call that is not a call which can be reported."""
         return "".join([self._unread, *self._skipped])
 
-    def _begun(self, head: re.Match[str] | None, text: str, at: int) -> re.Match[str] | None:
-        """The head, if a call begins with it. Gives up if none does and none can follow."""
+    def _head(self, text: str, at: int) -> re.Match[str] | None:
+        """The head of the next call, if it is there. Gives up if none is and none can follow."""
+        matches = (head.match(text, at, at + MAX_HEAD_CHARS) for head in self._form.heads)
+        head = next(filter(None, matches), None)
         if head is None:
             self._gave_up = len(text) - at > MAX_HEAD_CHARS
             return None
@@ -122,14 +144,10 @@ class JSONCallStream(CallStream):
             if mark[1] == ",":  # another key: on to the brace that closes the object
                 self._depth, self._leaves_out = 1, True
             return mark.end()
-        head = _JSON_HEAD.match(text, at, at + MAX_HEAD_CHARS)
-        is_object = head is not None
-        if head is None and self._form.names_before_json:
-            head = _NAME_HEAD.match(text, at, at + MAX_HEAD_CHARS)
-        if (head := self._begun(head, text, at)) is None:
+        if (head := self._head(text, at)) is None:
             return at
-        parts += CallStart(head["name"]), CallArguments("{")
-        self._depth, self._leaves_out, self._closes = 1, False, is_object
+        parts += started(head), CallArguments("{")
+        self._depth, self._leaves_out, self._closes = 1, False, "object" in head.groupdict()
         return head.end()
 
     def _braces(self, text: str, at: int, parts: list[CallPart]) -> int:
@@ -152,30 +170,34 @@ class JSONCallStream(CallStream):
             parts.append(CallArguments(text[start:at]))
         return at
 
-    def finish(self) -> list[CallPart]:
+    def finish(self, *, closed: bool) -> list[CallPart]:
         if not self._depth or not self._unread:
             return []
         text, self._unread = self._unread, ""
         return [] if self._leaves_out else [CallArguments(text)]
 
+    @property
+    def is_open(self) -> bool:
+        return self._depth > 0 or self._closes
 
-_JSON_HEAD = re.compile(
-    r"[\s,;]*+(?:<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>)?+[\s\[,;]*+"
-    r'\{\s*+"name"\s*+:\s*+"(?P<name>[^"\\]++)"\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+\{'
-)
-_NAME_HEAD = re.compile(
-    r"\s*+(?:\[TOOL_CALLS\])?+\s*+(?P<name>[\w.-]++)(?:\[CALL_ID\]\w++)?+(?:\[ARGS\])?+\s*+\{"
-)
+
 _AFTER_ARGUMENTS = re.compile(r"\s*+([,}]?)")
 _OUTSIDE = re.compile(r'["{}]')
 _IN_STRING = re.compile(r'["\\]')
 
 
-class XMLCallStream(CallStream):
-    """`<function=name><parameter=key>value</parameter></function>`, as Qwen-Coder writes it.
+class TagCallStream(CallStream):
+    """`<function=name><parameter=key>value</parameter></function>`, as Qwen-Coder writes it, and
+    other tags.
 
     String values are reported as they are written, others when they are complete.
     """
+
+    def __init__(self, form: CallFormat, tools: Tools, tags: Tags) -> None:
+        super().__init__(form, tools)
+        self._tags = tags
+        # The line break before the tag is no part of the value.
+        self._ends = (tags.end_value, "\n" + tags.end_value) if tags.on_lines else (tags.end_value,)
 
     _name: str | None = None  # of the current call
     _num_values = 0
@@ -187,13 +209,13 @@ class XMLCallStream(CallStream):
         if self._value is not None:
             return self._read_value(self._value, text, at, parts)
         if self._name is None:
-            head = self._begun(_XML_HEAD.match(text, at, at + MAX_HEAD_CHARS), text, at)
+            head = self._head(text, at)
             if head is None:
                 return at
             self._name, self._num_values = head["name"], 0
-            parts += CallStart(self._name), CallArguments("{")
+            parts += started(head), CallArguments("{")
             return head.end()
-        tag = _XML_TAG.search(text, at, at + MAX_HEAD_CHARS)
+        tag = self._tags.value.search(text, at, at + MAX_HEAD_CHARS)
         if tag is None:
             self._gave_up = len(text) - at > MAX_HEAD_CHARS
             return at
@@ -202,6 +224,8 @@ class XMLCallStream(CallStream):
             parts.append(CallArguments("}"))
             return tag.end()
         types = self._tools.get(self._name, {}).get(tag["key"], _A_STRING)["type"]
+        if says := tag.groupdict().get("string"):  # the model says what it is
+            types = ["string"] if says == "true" else []
         self._may_become_text = "string" in types and "null" in types
         self._is_text = "string" in types and not self._may_become_text
         comma = ", " if self._num_values else ""
@@ -213,9 +237,9 @@ class XMLCallStream(CallStream):
         return tag.end()
 
     def _read_value(self, value: list[str], text: str, at: int, parts: list[CallPart]) -> int:
-        end = text.find(_END_VALUE, at)
-        tail = at + start_of_tail(text[at:], _END_VALUES) if end < 0 else end
-        if end > at and text[end - 1] == "\n":
+        end = text.find(self._tags.end_value, at)
+        tail = at + start_of_tail(text[at:], self._ends) if end < 0 else end
+        if end > at and text[end - 1] == "\n" and self._tags.on_lines:
             tail = end - 1
         piece = text[at:tail]
         if not self._is_text:
@@ -223,26 +247,40 @@ class XMLCallStream(CallStream):
             held = "".join(value) if self._may_become_text else ""
             if not any(null.startswith(held) for null in _NULLS):
                 self._is_text, self._may_become_text = True, False
-                parts.append(CallArguments(f'"{_escaped(held)}'))
+                parts.append(CallArguments(f'"{escaped(held)}'))
         elif piece:
-            parts.append(CallArguments(_escaped(piece)))
+            parts.append(CallArguments(escaped(piece)))
         if end < 0:
             return tail
-        if self._is_text:
-            parts.append(CallArguments('"'))
-        else:
-            parts.append(CallArguments(_as_json("".join(value))))
+        self._end_value(value, parts)
+        return end + len(self._tags.end_value)
+
+    def _end_value(self, value: list[str], parts: list[CallPart]) -> None:
+        parts.append(CallArguments('"' if self._is_text else as_json("".join(value))))
         self._value = None
-        return end + len(_END_VALUE)
 
-    def finish(self) -> list[CallPart]:
-        if self._value is None or not self._is_text or not self._unread:
-            return []
-        text, self._unread = self._unread, ""
-        return [CallArguments(_escaped(text))]
+    def finish(self, *, closed: bool) -> list[CallPart]:
+        parts: list[CallPart] = []
+        bare = self._tags.bare
+        if closed and self._name is None and bare and (head := bare.fullmatch(self._unread)):
+            self._name, self.begun, self._unread = head["name"], True, ""
+            parts += started(head), CallArguments("{")
+        if closed and self._value is not None:
+            text, self._unread = self._unread, ""
+            if self._is_text:
+                parts.append(CallArguments(escaped(text)))
+            self._end_value([*self._value, text], parts)
+        if closed and self._name is not None:  # whether or not a tag of its own ended it
+            parts.append(CallArguments("}"))
+            self._name = None
+        return parts
+
+    @property
+    def is_open(self) -> bool:
+        return self._name is not None
 
 
-def _as_json(text: str) -> str:
+def as_json(text: str) -> str:
     """A value as JSON, which it may be already, or a literal of Python."""
     for read in (_json_value, _python_value):
         with suppress(*_NOT_A_VALUE):
@@ -267,13 +305,9 @@ def _python_value(text: str) -> Any:
 _NOT_A_VALUE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-_XML_HEAD = re.compile(r"\s*+(?:<tool_call>)?+\s*+<function=(?P<name>[^>\n]++)>")
-_XML_TAG = re.compile(r"<parameter=(?P<key>[^<>\n]+)>(?:\n|(?=[^\n]))|</function>")
 _A_STRING = {"type": ["string"]}
 _NULLS = ("null", "None")
-_END_VALUE = "</parameter>"
-_END_VALUES = (_END_VALUE, "\n" + _END_VALUE)

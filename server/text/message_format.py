@@ -4,20 +4,30 @@ chat template shows."""
 import uuid
 from typing import Any
 
-from ..config.server_settings import ToolCallFormat
-from .message_parser import END_THINK, REASONING_FIELDS, THINK, MarkerParser, MessageParser
-from .tool_calls import CALL, END_CALL, FORMATS, LIST, Tools, shown_format
+from ..config.server_settings import ServerSettings, ToolCallFormat
+from .call_formats import (
+    FORMATS,
+    LIST,
+    THOUGHTS,
+    CallFormat,
+    shown_format,
+    shown_thoughts,
+)
+from .call_stream import CallStart
+from .harmony import HarmonyParser
+from .message_parser import REASONING_FIELDS, MarkerParser, MessageParser
+from .tokenizer import TokenizerData
+from .tool_calls import Tools
 
 # A prompt may end within the reasoning that it opens.
 _MAX_OPENING_CHARS = 32
-_MARKERS = (CALL, END_CALL, "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
 
 
 def shows_reasoning(chat_template: str, response_template: dict[str, Any] | None) -> bool:
     """Whether the model's templates show that it reasons, and how to tell that from content."""
     if response_template is not None:
         return not REASONING_FIELDS.isdisjoint(response_template["fields"])
-    return THINK in chat_template or END_THINK in chat_template
+    return shown_thoughts(chat_template) is not None
 
 
 class MessageFormat:
@@ -30,35 +40,66 @@ class MessageFormat:
         *,
         name: ToolCallFormat = "auto",
         reasoning: bool | None = None,
+        model_type: str = "",
     ) -> None:
-        known = FORMATS.get(name) or (shown_format(chat_template) if name == "auto" else None)
-        self._format = known if response_template is None or name != "auto" else None
+        shown = shown_format(chat_template, model_type) or "none"
         self._template = response_template if name == "auto" else None
-        self.has_reasoning = (
-            shows_reasoning(chat_template, self._template) if reasoning is None else reasoning
+        if self._template is not None and _opens_calls(self._template, FORMATS.get(shown)):
+            self._template = None  # ours reports the same calls while they are written
+        chosen = shown if name == "auto" else name
+        self.name = chosen if self._template is None else "as the model's response template says"
+        self._format = FORMATS.get(chosen) if self._template is None else None
+        # Also the markers of calls that are not to be read: they stay in the text.
+        forms = filter(None, (self._format, FORMATS.get(shown)))
+        self._markers = tuple(mark for form in forms for mark in form.markers)
+        self._thoughts = shown_thoughts(chat_template) or THOUGHTS[0]
+        # Even if no calls are read, this format has messages in place of markers.
+        self._has_channels = (self._format or FORMATS.get(shown)) is FORMATS["harmony"]
+        shows = shows_reasoning(chat_template, self._template) or self._has_channels
+        self.has_reasoning = shows if reasoning is None else reasoning
+
+    @classmethod
+    def of(cls, tokenizer: TokenizerData, settings: ServerSettings) -> "MessageFormat":
+        return cls(
+            str(tokenizer.chat_template),
+            tokenizer.response_template,
+            name=settings.tool_call_format,
+            reasoning=settings.reasoning_content,
+            model_type=tokenizer.model_type,
         )
 
-    def new_call_id(self) -> str:
+    def call_id(self, call: CallStart, prefix: str = "call_") -> str:
+        """The id of a call: as the model has written it, or a new one."""
+        if call.id is not None:
+            return call.id
         short = self._format is not None and self._format.short_ids
-        return uuid.uuid4().hex[:9] if short else f"call_{uuid.uuid4().hex[:24]}"
+        return uuid.uuid4().hex[:9] if short else f"{prefix}{uuid.uuid4().hex[:24]}"
 
     @property
     def delimiters(self) -> tuple[str, ...] | None:
         """The special tokens that the parser must see; None: all."""
-        return None if self._template is not None else (*_MARKERS, THINK, END_THINK)
+        if self._template is not None:
+            return None
+        return (*self._markers, *self._markers_of_thoughts)
+
+    @property
+    def _markers_of_thoughts(self) -> tuple[str, ...]:
+        begin = self._thoughts.open.split("thought")[0]
+        return (begin, self._thoughts.close)
 
     @property
     def markers_of_bindable_calls(self) -> tuple[str, ...] | None:
         """Markers that must be tokens for a grammar to bind calls; None: calls cannot be bound."""
         if self._format is None or not self._format.is_bindable:
             return None
-        return (CALL, END_CALL, *((THINK, END_THINK) if self.has_reasoning else ()))
+        return (*self._format.markers, *(self._markers_of_thoughts if self.has_reasoning else ()))
 
     def has_begun_reasoning(self, prompt: str, continued: str = "") -> bool:
         """Whether the answer begins within a thought: one that the prompt opens at its end, or one
         that is open in the turn which the answer continues."""
-        opens = prompt[-_MAX_OPENING_CHARS:].rstrip().endswith(THINK)
-        is_open = continued.rfind(THINK) > continued.rfind(END_THINK)
+        begin, end = self._thoughts.open, self._thoughts.close
+        opens = prompt[-_MAX_OPENING_CHARS:].rstrip().endswith(begin.rstrip())
+        is_open = continued.rfind(begin) > continued.rfind(end)
         return self.has_reasoning and (opens or is_open)
 
     def parser(
@@ -85,10 +126,23 @@ class MessageFormat:
             from .response_template import TemplateParser  # imports transformers
 
             return TemplateParser(self._template, prompt, tools)
+        if self._has_channels and not follows_grammar and (tools or reasoning):
+            return HarmonyParser(prompt, tools if self._format is not None else {})
         form = self._format if tools else None
         if form is None and not reasoning:
             return None
         begun = reasoning and self.has_begun_reasoning(prompt, continued)
         return MarkerParser(
-            form, tools, reasoning=reasoning, begun=begun, calls_are_json=calls_are_json
+            form,
+            tools,
+            thoughts=self._thoughts if reasoning else None,
+            begun=begun,
+            calls_are_json=calls_are_json,
         )
+
+
+def _opens_calls(response_template: dict[str, Any], form: CallFormat | None) -> bool:
+    """Whether the template's calls begin with a marker of this format."""
+    calls = response_template["fields"].get("tool_calls", {})
+    given = str(calls.get("open") or calls.get("open_pattern") or "").replace("\\", "")
+    return form is not None and any(mark in given for mark in form.open if len(mark) > 1)

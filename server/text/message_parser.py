@@ -9,11 +9,28 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any
 
-from .call_stream import CallArguments, CallPart, CallStart, CallStream, call_stream, start_of_tail
-from .tool_calls import NOT_A_CALL, CallFormat, ToolCall, Tools, calls_of_field, json_calls
+from .call_formats import CallFormat, Thoughts
+from .call_stream import (
+    CallArguments,
+    CallPart,
+    CallStart,
+    CallStream,
+    JSONCallStream,
+    TagCallStream,
+    may_become_call,
+    start_of_tail,
+)
+from .literal_calls import LiteralCallStream
+from .tool_calls import (
+    NOT_A_CALL,
+    ToolCall,
+    Tools,
+    between,
+    calls_of_field,
+    json_calls,
+)
 
 REASONING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
-THINK, END_THINK = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +43,15 @@ class Text:
 Part = Text | CallPart
 # Text that may stand between two calls, and after the last.
 _SEPARATORS = " \t\r\n]},;"
+
+
+def call_stream(form: CallFormat, tools: Tools, text: str) -> CallStream:
+    """A reader of calls; the first of them begins with this text."""
+    if form.tags is not None:
+        return TagCallStream(form, tools, form.tags)
+    if form.literals is not None and not text.lstrip().startswith("{"):
+        return LiteralCallStream(form, tools, form.literals)
+    return JSONCallStream(form, tools)
 
 
 class MessageParser(ABC):
@@ -94,8 +120,7 @@ class _State(Enum):
 class MarkerParser(MessageParser):
     """Parses the formats that we know, whose markers are fixed texts.
 
-    With `reasoning`, text between <think> and </think> is told apart; the prompt may have `begun`
-    it.
+    With `thoughts`, the text between their markers is reasoning; the prompt may have `begun` it.
     """
 
     def __init__(
@@ -103,7 +128,7 @@ class MarkerParser(MessageParser):
         form: CallFormat | None,
         tools: Tools,
         *,
-        reasoning: bool = False,
+        thoughts: Thoughts | None = None,
         begun: bool = False,
         calls_are_json: bool = False,
     ) -> None:
@@ -111,6 +136,7 @@ class MarkerParser(MessageParser):
         self._form = form
         self._calls_are_json = calls_are_json
         self._open = form.open if form else ()
+        self._think = thoughts.open if thoughts else ""
         self._close = (form.close if form else None) or ""
         self._may_call_within = form is not None and not form.at_start
         self._state = _State.CONTENT
@@ -121,8 +147,8 @@ class MarkerParser(MessageParser):
             self._state = _State.START
         opening = self._open if self._may_call_within else ()
         self._ends: dict[_State, tuple[str, ...]] = {
-            _State.CONTENT: (*opening, THINK) if reasoning else opening,
-            _State.REASONING: (END_THINK,),
+            _State.CONTENT: (*opening, thoughts.open) if thoughts else opening,
+            _State.REASONING: (thoughts.close,) if thoughts else (),
             _State.CALL: (self._close,) if self._close else (),
         }
         # No marker contains the first character of another, so markers cannot overlap.
@@ -136,7 +162,8 @@ class MarkerParser(MessageParser):
         return self._read(text, ended=False)
 
     def flush(self, hidden: str = "") -> list[Part]:
-        if self._is_marker(self._tail, hidden):
+        is_cut_off = self._after_call and any(mark.startswith(self._tail) for mark in self._open)
+        if is_cut_off or self._is_marker(self._tail, hidden):
             self._tail = ""
         parts = self._read("", ended=True)
         if self._state is _State.CALL:
@@ -162,7 +189,7 @@ class MarkerParser(MessageParser):
                 self.num_read = start + marker.end()
                 if self._state is _State.REASONING:
                     self._end_reasoning(self.num_read)
-                elif marker[0] == THINK:
+                elif marker[0] == self._think:
                     self._begin_reasoning(start + marker.start())
                 parts += self._turn(marker[0])
                 at = marker.end()
@@ -210,16 +237,16 @@ class MarkerParser(MessageParser):
         if self._state is _State.REASONING:
             self._state = _State.CONTENT
             return []
-        if marker == THINK:
+        if marker == self._think:
             self._state = _State.REASONING
-            return [] if self._after_call else self._with_blanks("", num_unread=len(THINK))
+            return [] if self._after_call else self._with_blanks("", num_unread=len(marker))
         self._state = _State.CALL
         return self._add_to_call(marker)
 
     def _add_to_call(self, text: str) -> list[Part]:
         assert self._form is not None  # only a format opens calls
         if self._stream is None:
-            self._stream = call_stream(self._form, self._tools)
+            self._stream = call_stream(self._form, self._tools, text)
         parts = self._stream.push(text)
         if not self._stream.begun:
             self._call.append(text)
@@ -228,12 +255,18 @@ class MarkerParser(MessageParser):
     def _end_call(self, marker: str) -> list[Part]:
         stream, self._stream = self._stream, None
         written, self._call = "".join(self._call), []
+        parts: list[Part] = [*stream.finish(closed=bool(marker))] if stream is not None else []
+        assert self._form is not None  # only a format opens calls
         if stream is None or not stream.begun:
-            return self._called(written, written + marker)
-        parts: list[Part] = [*stream.finish()]
+            # The first call of an answer may be none; another one has been cut off.
+            is_cut_off = self._after_call and not marker and may_become_call(self._form, written)
+            return [] if is_cut_off else self._called(written, written + marker)
         self._blanks, self._after_call = [], True
+        if not marker and (stream.is_open or may_become_call(self._form, stream.rest)):
+            return parts
         rest = stream.rest.lstrip(_SEPARATORS)
-        is_marker = self._close.startswith(rest)  # a marker that was cut off
+        rest = rest[between(self._form).match(rest).end() :]  # type: ignore[union-attr]  # matches anything
+        is_marker = any(mark.startswith(rest) for mark in self._form.markers)  # cut off
         if rest.rstrip(_SEPARATORS) and not is_marker:
             parts += self._called(rest, rest)
         return parts

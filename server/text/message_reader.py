@@ -35,6 +35,7 @@ class MessageReader:
         self._free_text = frozenset(free_text)
         self._input: _InputStream | None = None  # of the current call
         self._skips_call = False
+        self._ids = set[str | None]()  # that the model has written
         self._offsets: deque[int] = deque()  # of tokens not yet known to be reasoning or not
         self._num_reasoning = 0
         self._num_chars = 0  # read without a parser
@@ -78,7 +79,7 @@ class MessageReader:
             case Text():
                 hidden = self._calls_only or (part.reasoning and not self._with_reasoning)
                 return None if hidden else part
-            case CallStart(name):
+            case CallStart(name, id=call_id):
                 self._skips_call = self.num_calls == self._max_calls
                 if self._skips_call:
                     return None
@@ -86,7 +87,10 @@ class MessageReader:
                 is_free = name in self._free_text
                 wrapped = is_free and not isinstance(self._parser, RawCall)
                 self._input = _InputStream() if wrapped else None
-                return CallStart(name, is_free_text=is_free)
+                if call_id in self._ids:  # clients tell calls apart by them
+                    call_id = None
+                self._ids.add(call_id)
+                return CallStart(name, is_free_text=is_free, id=call_id)
             case CallArguments(text):
                 if self._input is not None:
                     text = self._input.push(text)

@@ -46,9 +46,10 @@ class TokenizerData:
     special_tokens: dict[str, Any]  # by their roles, such as eos_token
     chat_template: str | dict[str, str] | None
     response_template: dict[str, Any] | None
+    model_type: str = ""  # of the target, by its config
 
     @classmethod
-    def of(cls, wrapper: "PreTrainedTokenizerBase") -> "TokenizerData":
+    def of(cls, wrapper: "PreTrainedTokenizerBase", model_type: str = "") -> "TokenizerData":
         """Raises ValueError if the tokenizer is not based on the `tokenizers` library."""
         backend: Backend | None = getattr(wrapper, "backend_tokenizer", None)
         if backend is None:
@@ -62,6 +63,7 @@ class TokenizerData:
             special_tokens=wrapper.special_tokens_map,
             chat_template=wrapper.chat_template,
             response_template=getattr(wrapper, "response_template", None),
+            model_type=model_type,
         )
 
 
@@ -90,7 +92,7 @@ class Tokenizer:
             **data.special_tokens,
             "chat_template": data.chat_template,
         }
-        self.response_template = data.response_template
+        self.data = data
         # In characters of the text, or in bytes, of which there are at least as many.
         self.longest_token = max(map(len, backend.get_vocab()))
         self._token_texts: dict[int, str] = {}

@@ -9,11 +9,13 @@ import re
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic_core import from_json
 
-CALL, END_CALL = "<tool_call>", "</tool_call>"
+from .call_formats import CallFormat
+
 # Raised if a text is not a call; RecursionError by json, for deeply nested values.
 NOT_A_CALL = (ValueError, KeyError, TypeError, RecursionError)
 MAX_SCHEMAS = 256  # looked at for the types of one parameter, which may have a million
@@ -27,30 +29,6 @@ Tools = dict[str, dict[str, dict[str, list[str]]]]
 class ToolCall:
     name: str
     arguments: str  # JSON
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallFormat:
-    """How a family of models writes calls, starting with one of the markers `open`."""
-
-    shown_by: tuple[str, ...] = ()  # a chat template with all of these uses this format
-    open: tuple[str, ...]
-    close: str | None = None  # None: calls go on to the end
-    at_start: bool = False  # the whole answer is calls, or none of it
-    short_ids: bool = False  # ids of calls must have nine letters and digits
-    is_xml: bool = False  # arguments are tags, not JSON
-    names_before_json: bool = False  # only the arguments are JSON
-    is_bindable: bool = False  # a grammar can hold calls to schemas, and leave text free
-
-    def is_bare(self, text: str) -> bool:
-        """Whether only its JSON marks a call in this text."""
-        return "{" in self.open and text.lstrip().startswith("{")
-
-
-def shown_format(chat_template: str) -> CallFormat | None:
-    """The first format whose marks are all in the template."""
-    formats = FORMATS.values()
-    return next((f for f in formats if all(mark in chat_template for mark in f.shown_by)), None)
 
 
 def _call(given: Any) -> ToolCall:
@@ -121,8 +99,8 @@ def types_of(schema: Any, definitions: Any) -> list[str]:
 def json_calls(form: CallFormat, text: str, tools: Tools) -> list[ToolCall]:
     """The calls that a text consists of, as objects or lists of them; raises one of NOT_A_CALL."""
     calls: list[ToolCall] = []
-    at, is_bare = 0, form.is_bare(text)
-    while (at := _BETWEEN.match(text, at).end()) < len(text):  # type: ignore[union-attr]  # matches anything
+    at, is_bare, separators = 0, form.is_bare(text), between(form)
+    while (at := separators.match(text, at).end()) < len(text):  # type: ignore[union-attr]  # matches anything
         value, at = json.JSONDecoder().raw_decode(text, at)
         calls += map(_call, value if isinstance(value, list) else [value])
     if not calls or (is_bare and any(call.name not in tools for call in calls)):
@@ -130,24 +108,8 @@ def json_calls(form: CallFormat, text: str, tools: Tools) -> list[ToolCall]:
     return calls
 
 
-_BETWEEN = re.compile(rf"(?:[\s,;\]]|{CALL}|\[TOOL_CALLS\]|<\|python_tag\|>)*+")
-
-LIST = CallFormat(open=("[",), at_start=True)
-# In this order: the first one that a chat template shows is used.
-FORMATS: dict[str, CallFormat] = {
-    "qwen_xml": CallFormat(
-        shown_by=(CALL, "<function="), open=(CALL,), close=END_CALL, is_xml=True
-    ),
-    "hermes": CallFormat(shown_by=(CALL,), open=(CALL,), close=END_CALL, is_bindable=True),
-    "mistral": CallFormat(
-        shown_by=("[TOOL_CALLS]",),
-        open=("[TOOL_CALLS]",),
-        short_ids=True,
-        names_before_json=True,
-    ),
-    "llama3_json": CallFormat(
-        shown_by=('"parameters": ',),
-        open=("<|python_tag|>", "{"),
-        at_start=True,
-    ),
-}
+@cache
+def between(form: CallFormat) -> re.Pattern[str]:
+    """What may stand before, between and after calls."""
+    markers = "|".join(map(re.escape, form.markers))
+    return re.compile(rf"(?:[\s,;\]]|{markers})*+" if markers else r"[\s,;\]]*+")

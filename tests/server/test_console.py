@@ -12,6 +12,9 @@ from scripted_client import ScriptedClient
 from outrider.engine.api import EngineStats
 from outrider.server.cli.console import report_status, show_summary, status_line
 from outrider.server.config.settings_loader import load_settings
+from outrider.server.text.message_format import MessageFormat
+
+HERMES = MessageFormat("{{ '<tool_call>' }}")
 
 
 def idle_client() -> ScriptedClient:
@@ -69,9 +72,9 @@ def test_summary_is_a_table_on_a_terminal_and_lines_elsewhere(
     for terminal in (True, False):
         output = io.StringIO()
         console = Console(file=output, force_terminal=terminal, width=120)
-        show_summary(settings, info, "http://127.0.0.1:8000", console)
+        show_summary(settings, info, HERMES, "http://127.0.0.1:8000", console)
         text = output.getvalue() if terminal else caplog.text
-        for part in ("small-one", "k = 4", "1000 tokens", ":8000/v1", "cpu"):
+        for part in ("small-one", "k = 4", "1000 tokens", ":8000/v1", "cpu", "hermes"):
             assert part in text
         assert bool(caplog.text) != terminal
 
@@ -92,7 +95,13 @@ def test_summary_names_the_draft_and_its_kind(
     assert info is not None
     info = replace(info, proposer=proposer, draft_dtype="float32")
     caplog.set_level(logging.INFO, "outrider.server")
-    show_summary(settings, info, "http://127.0.0.1:8000", Console(file=io.StringIO()))
+    show_summary(
+        settings,
+        info,
+        HERMES,
+        "http://127.0.0.1:8000",
+        Console(file=io.StringIO()),
+    )
     assert f"draft: {says}" in caplog.text
 
 
@@ -103,5 +112,11 @@ def test_summary_says_what_sliding_windows_save(caplog: pytest.LogCaptureFixture
     for saved_gib in (0, 3):
         caplog.clear()
         info = replace(info, saved_by_windows_bytes=saved_gib * 2**30)
-        show_summary(settings, info, "http://127.0.0.1:8000", Console(file=io.StringIO()))
+        show_summary(
+            settings,
+            info,
+            HERMES,
+            "http://127.0.0.1:8000",
+            Console(file=io.StringIO()),
+        )
         assert ("sliding windows save 3.0 GiB" in caplog.text) == bool(saved_gib)

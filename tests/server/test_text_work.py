@@ -6,6 +6,7 @@ Work is counted, not timed: characters that are examined or copied, and tokens t
 import json
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,13 @@ from outrider.server.api.messages_protocol import (
     ToolResultBlock,
 )
 from outrider.server.base.content import TextPart, text_of
-from outrider.server.text import call_stream, detokenizer, response_template, tool_calls
+from outrider.server.text import (
+    call_formats,
+    call_stream,
+    detokenizer,
+    response_template,
+    tool_calls,
+)
 from outrider.server.text.detokenizer import Detokenizer, StopStrings
 from outrider.server.text.message_format import MessageFormat
 from outrider.server.text.message_parser import Text
@@ -123,6 +130,10 @@ class CountedPattern:
     def __init__(self, pattern: Any, work: Work, also: Callable[[], int] = lambda: 0) -> None:
         self._pattern, self._work, self._also = pattern, work, also
 
+    @property
+    def pattern(self) -> str:
+        return str(self._pattern.pattern)
+
     def finditer(self, text: str) -> Iterable[Any]:
         self._work.num_chars += len(text)
         return self._pattern.finditer(text)  # type: ignore[no-any-return]
@@ -158,11 +169,18 @@ def test_taking_an_answer_apart(monkeypatch: pytest.MonkeyPatch, name: Any, size
     def work_of(text: str) -> int:
         work = Work()
         with monkeypatch.context() as patch:
-            counted = CountedPattern(tool_calls._BETWEEN, work)
-            patch.setattr(tool_calls, "_BETWEEN", counted)
-            for pattern in ("_JSON_HEAD", "_NAME_HEAD", "_OUTSIDE", "_IN_STRING", "_XML_TAG"):
-                counted = CountedPattern(getattr(call_stream, pattern), work)
-                patch.setattr(call_stream, pattern, counted)
+            form = call_formats.FORMATS[name]
+            counted = CountedPattern(tool_calls.between(form), work)
+            patch.setattr(tool_calls, "between", lambda form: counted)
+            for pattern in ("_OUTSIDE", "_IN_STRING"):
+                patch.setattr(
+                    call_stream, pattern, CountedPattern(getattr(call_stream, pattern), work)
+                )
+            heads: Any = tuple(CountedPattern(head, work) for head in form.heads)
+            tags = form.tags
+            if tags is not None:
+                tags = replace(tags, value=CountedPattern(tags.value, work))  # type: ignore[arg-type]
+            patch.setitem(call_formats.FORMATS, name, replace(form, heads=heads, tags=tags))
             patch.setattr(call_stream, "MAX_HEAD_CHARS", 64)  # so much is read again and again
             parser: Any = MessageFormat("", name=name, reasoning=True).parser(
                 "", tools_by_name([WEATHER])
