@@ -90,7 +90,8 @@ function drawDrafts(now, minute) {
   byId("live-k-note").textContent = turns > 0 ? `${(generated / turns).toFixed(2)} tokens a step` : "";
   byId("live-accepted").textContent = sum(drafted) ? percent(sum(accepted) / sum(drafted)) : "–";
   byId("live-source").textContent = now.source ?? "no drafts";
-  byId("live-positions").replaceChildren(...drafted.slice(0, MOST_POSITIONS).map((number, i) => {
+  const numPositions = Math.min(drafted.findLastIndex((number) => number > 0) + 1, MOST_POSITIONS);
+  byId("live-positions").replaceChildren(...drafted.slice(0, numPositions).map((number, i) => {
     const ratio = number ? accepted[i] / number : 0;
     const bar = make("b");
     bar.style.height = `${100 * ratio}%`;
