@@ -188,6 +188,7 @@ class EngineInfo:
     page_size_tokens: int
     cache_bytes: int
     saved_by_windows_bytes: int = 0  # what layers with a window would take more if they kept all
+    state_bytes: int = 0  # of what layers keep of whole sequences, in all slots
     max_num_seqs: int
     num_speculative_tokens: int  # drawn from a model in one step, at most
     max_drafts: int  # of a sequence in one step, looked-up ones among them

@@ -83,6 +83,7 @@ class Engine:
             page_size_tokens=pair.page_size,
             cache_bytes=worker.budget.num_bytes(memory.num_pages),
             saved_by_windows_bytes=worker.budget.saved_bytes(memory.num_pages),
+            state_bytes=worker.state_bytes,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             num_speculative_tokens=self._config.speculation.max_drafts,
             max_drafts=max_drafts,
@@ -100,7 +101,7 @@ class Engine:
             budget.specs,
             budget.of_groups(num_pages),
             pair.page_size,
-            config.cache.prefix_caching,
+            pair.caches_prefixes,
             has_head=pair.head is not None,
             keeps_events=config.cache.kv_events_endpoint is not None,
         )

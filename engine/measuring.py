@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 class OutOfDeviceMemoryError(ValueError):
-    """The configuration does not fit on the GPU; the message says what to change."""
+    """The configuration does not fit; the message says what to change."""
 
 
 def left_bytes(
@@ -54,8 +54,15 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
     pages_per_seq = -(-pair.max_model_len // pair.page_size)
     most = config.scheduler.max_num_seqs * pages_per_seq + 1
     if worker.device.type == "cpu":
-        room_bytes = available_bytes() * config.cache.memory_fraction
-        return min(most, worker.budget.most_within(int(room_bytes)))
+        room_bytes = int(available_bytes() * config.cache.memory_fraction)
+        if (state_bytes := worker.state_bytes) >= room_bytes:
+            num_seqs = config.scheduler.max_num_seqs
+            raise OutOfDeviceMemoryError(
+                f"the states of {num_seqs} sequences take {state_bytes / GIB:.2f} GiB, and "
+                f"cache.memory_fraction leaves {room_bytes / GIB:.2f} GiB for them and the KV "
+                "cache; lower scheduler.max_num_seqs, or raise cache.memory_fraction"
+            )
+        return min(most, worker.budget.most_within(room_bytes - state_bytes))
     report("measuring the largest step", 0, 1)
     step_bytes = largest_step_bytes(worker, config)
     if not config.enforce_eager:
@@ -67,7 +74,7 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
         freed_bytes=worker.budget.num_bytes(1),
     )
     num_pages = worker.budget.most_within(num_bytes)
-    return num_pages if config.cache.prefix_caching else min(most, num_pages)
+    return num_pages if pair.caches_prefixes else min(most, num_pages)
 
 
 def largest_step_bytes(worker: Worker, config: EngineConfig) -> int:

@@ -81,7 +81,7 @@ class Worker:
             config.scheduler.max_num_seqs,
             self.slots.max_drafts,
             config.scheduler.max_num_batched_tokens,
-            config.cache.prefix_caching,
+            self.pair.caches_prefixes,
         )
         self.edits = LogitEdits(self.slots)
         self.proposer = build_proposer(config, self.slots, self.edits, self.pair)
@@ -92,6 +92,12 @@ class Worker:
         self._cpu_share = CPUShare(counts)
         self._is_compiled = isinstance(target, CompiledDecoder)
         self._most_rows = config.scheduler.max_num_batched_tokens
+
+    @property
+    def state_bytes(self) -> int:
+        """Of what layers keep of whole sequences, in all slots."""
+        of_slot = self.pair.target.bytes_per_slot(self.slots.max_drafts)
+        return (self.slots.max_num_seqs + 1) * of_slot
 
     @torch.inference_mode()
     def compile(self) -> None:
@@ -125,7 +131,7 @@ class Worker:
         try:
             self.pair.bind(self.budget.of_groups(num_pages), self.slots)
         except torch.OutOfMemoryError as error:
-            num_gib = self.budget.num_bytes(num_pages) / 2**30
+            num_gib = (self.budget.num_bytes(num_pages) + self.state_bytes) / 2**30
             raise ValueError(
                 f"a KV cache of {num_pages} pages takes {num_gib:.2f} GiB, which the GPU does not "
                 "have; lower cache.num_pages, if it is set, or engine.gpu_memory_utilization "

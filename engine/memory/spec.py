@@ -10,3 +10,10 @@ class PagedSpec:
     bytes_per_token: int
     window: int | None = None  # tokens that a row attends to, its own included; None: all
     lookahead: int = 0  # how many tokens after its own the KV of a row depends on
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSpec:
+    """What a layer keeps of a whole sequence in its slot, however long the sequence is."""
+
+    bytes_per_slot: int

@@ -10,6 +10,8 @@ from ..config import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Whose state only our own decoder keeps.
+STATEFUL_LAYER_TYPES = {"linear_attention"}
 
 # These would call our attention, but need a mask that it does not get, or call it in another way.
 REFUSED_MODEL_TYPES = {
@@ -59,11 +61,17 @@ def check_config(hf_config: PreTrainedConfig) -> None:
         has_window = "sliding_attention" in layer_types
     if hf_config.model_type in WINDOW_IN_MASK and has_window:
         raise UnsupportedModelError("its sliding window lives in the mask")
-    if unknown := layer_types - LAYER_TYPES:
+    if unknown := layer_types - LAYER_TYPES - STATEFUL_LAYER_TYPES:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
     rope_types = _rope_types(text_config)
     if "dynamic" in rope_types:
         raise UnsupportedModelError("its dynamic RoPE depends on the whole batch")
+
+
+def keeps_state(hf_config: PreTrainedConfig) -> bool:
+    """Whether some layers look at other tokens through a state."""
+    layer_types = getattr(hf_config.get_text_config(), "layer_types", None) or ()
+    return not STATEFUL_LAYER_TYPES.isdisjoint(layer_types)
 
 
 def max_positions(hf_config: PreTrainedConfig) -> int:

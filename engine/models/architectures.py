@@ -23,6 +23,10 @@ from transformers import (
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
+# Models that also read images, of which the text is served.
+TEXT_ALONE = {"qwen3_5", "qwen3_5_moe"}
+
+
 class MiMoConfig(Qwen2Config):
     """A Qwen2 whose checkpoint also holds an MTP layer."""
 
@@ -41,14 +45,23 @@ AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 
 
 def load_config(directory: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The config of a model directory. Raises ValueError, OSError or KeyError, as transformers
-    does, if it cannot be read or contradicts itself.
+    """The config of a model directory; of its text, if that is all that is served of the model.
+
+    Raises ValueError, OSError or KeyError, as transformers does, if it cannot be read or
+    contradicts itself.
     """
     with invalid_config_as_value_error():
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    return config
+    if config.model_type not in TEXT_ALONE:
+        return config
+    text = config.get_text_config()
+    text.dtype = text.dtype or config.dtype
+    text.tie_word_embeddings |= config.tie_word_embeddings
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = quantised
+    return text
 
 
 def eos_token_ids(directory: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ class KVPages(NamedTuple):
 class Rope(NamedTuple):
     """Rotary embedding of positions: angles are position * inv_freq."""
 
-    inv_freq: Tensor  # [head_dim / 2] float32
+    inv_freq: Tensor  # [rotary_dim / 2] float32; the first rotary_dim of a head are rotated
     scaling: float  # of cos and sin
 
 
@@ -64,6 +64,8 @@ class ForwardBatch:
     # [num_groups, num_slots, pages]
     block_tables: Tensor
     page_size: int
+    # [num_slots] known tokens of each sequence; rows at these positions or beyond are of drafts
+    num_tokens: Tensor
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -79,7 +81,9 @@ class ForwardBatch:
         # Shifted by a view: adding 1 to positions would be a launch.
         input_ids = slots.token_ids[:, 1:][rows.slot_of_row, rows.positions].long()
         no_logits = rows.slots[:0]
-        return ForwardBatch(input_ids, rows, no_logits, slots.block_tables, slots.page_size)
+        return ForwardBatch(
+            input_ids, rows, no_logits, slots.block_tables, slots.page_size, slots.num_tokens
+        )
 
     @staticmethod
     def unpack(packed: Tensor, shape: Shape, slots: Slots, ahead: int = 0) -> "ForwardBatch":
@@ -95,10 +99,12 @@ class ForwardBatch:
             slots.page_size,
             ahead,
         )
-        return ForwardBatch(input_ids, rows, logits_rows, slots.block_tables, slots.page_size)
+        return ForwardBatch(
+            input_ids, rows, logits_rows, slots.block_tables, slots.page_size, slots.num_tokens
+        )
 
     def rotary(self, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of every row. Shape: [T, head_dim] each."""
+        """cos and sin of every row. Shape: [T, rotary_dim] each."""
         key = id(rope.inv_freq)
         if key not in self._rotary:
             self._rotary[key] = rotary_table(self.rows.positions, *rope, dtype)

@@ -12,6 +12,7 @@ from outrider.kernels.model.row_codes import Normed
 from .attention import ForwardBatch, PagedAttention
 from .network import PagedLayers
 from .parts.base import Part
+from .slot_state import SlotState
 from .weights import Change, Layer, Linear, Weight
 
 
@@ -56,12 +57,17 @@ class Stack(PagedLayers):
         self.blocks = list(blocks)
         self.norm = norm
         self.output_layer = output_layer
-        self.dtype, self.device = norm.weight.dtype, norm.weight.device
+        self.dtype, self.device = embedding.dtype, embedding.device
         self._next_norms = [*(block.mixer.norm for block in self.blocks[1:]), None]
 
     @property
     def attentions(self) -> list[PagedAttention]:
         states = (part.state for block in self.blocks for part in block.parts)
+        return [state for state in states if state is not None]
+
+    @property
+    def slot_states(self) -> list[SlotState]:
+        states = (part.slot_state for block in self.blocks for part in block.parts)
         return [state for state in states if state is not None]
 
     @property

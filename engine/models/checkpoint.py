@@ -30,6 +30,7 @@ Progress = Callable[[int, int], None]  # is called with (tensors read, tensors i
 Read = Callable[["Checkpoint", str], NarrowMatrix | None]
 
 EMBEDDING, OUTPUT_LAYER = "model.embed_tokens", "lm_head"
+_TEXT = "model.language_model."
 _PICKLE = "pytorch_model.bin"  # the format of some heads
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -91,9 +92,20 @@ class AnyCheckpoint(ABC):
             check_shape(name, tensor.shape, shape)
         return tensor
 
-    def norm(self, name: str, size: int, eps: float) -> Norm:
-        """Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape."""
-        return Norm(self.tensor(f"{name}.weight", size), eps)
+    def float32(self, name: str, *shape: int) -> Tensor:
+        """A tensor in float32, whatever the model's dtype; raises as `tensor` does."""
+        self.tensors[name] = tensor = self.stored(name).float().to(self.device)
+        check_shape(name, tensor.shape, shape)
+        return tensor
+
+    def norm(self, name: str, size: int, eps: float, *, adds_one: bool = False) -> Norm:
+        """With `adds_one` the checkpoint has what its factors are more than 1.
+
+        Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape.
+        """
+        weight = self.tensor(f"{name}.weight", size)
+        # In float32: added to 1, a small number would be lost in 16 bits.
+        return Norm(1 + weight.float() if adds_one else weight, eps)
 
     def linear(self, num_inputs: int, sizes: dict[str, int], axis: Axis | None = None) -> Linear:
         """Linear layers that read the same input, as one; `sizes` are their outputs, by name.
@@ -153,18 +165,22 @@ class Checkpoint(AnyCheckpoint):
         self.has_quantised = False  # whether any layer read so far was quantised
         self._warned = False
         self._file_of = open_files(folder)
+        # The text of a model that also reads images has the names of a model of text.
+        self._stored_name = {name.replace(_TEXT, "model.", 1): name for name in self._file_of}
         self._num_tensors = len(self._file_of)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._stored_name
 
     def view(self, name: str) -> Tensor:
         """A tensor as it is stored: a view of its file, on the CPU, so that no copy is left behind.
 
         Raises KeyError naming the tensor if there is none.
         """
-        file = self._file_of[name]
-        view: Tensor = file[name] if isinstance(file, dict) else file.get_tensor(name)
+        stored_name = self._stored_name[name]
+        file = self._file_of[stored_name]
+        is_loaded = isinstance(file, dict)
+        view: Tensor = file[stored_name] if is_loaded else file.get_tensor(stored_name)
         return view
 
     def part(self, name: str, index: int) -> Tensor:
@@ -195,7 +211,7 @@ class Checkpoint(AnyCheckpoint):
     def unread(self) -> set[str]:
         # A quantised layer may have tensors that say nothing more, such as zero points of zero.
         layers = {name.rpartition(".")[0] for name in self._names_read}
-        return {name for name in self._file_of if name.rpartition(".")[0] not in layers}
+        return {name for name in self._stored_name if name.rpartition(".")[0] not in layers}
 
     def integers(self, name: str) -> Tensor:
         """A tensor of integers or booleans, on the CPU."""

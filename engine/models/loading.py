@@ -17,6 +17,7 @@ from .admission import (
     UnsupportedModelError,
     check_config,
     checked_starts,
+    keeps_state,
     max_positions,
     resolve_dtype,
 )
@@ -66,6 +67,11 @@ def load_network(
     hf_config = load_config(config.path, trust_remote_code=config.trust_remote_code)
     try:
         check_config(hf_config)
+        if is_draft and keeps_state(hf_config):
+            raise UnsupportedModelError(
+                "as a draft model it would go back over rejected drafts, and the state of its "
+                "linear attention cannot; take another draft"
+            )
         dtype = resolve_dtype(config.dtype, hf_config, device)
         quantised = quantised_format(config, hf_config)
         loader = _Loader(
@@ -76,6 +82,10 @@ def load_network(
             return decoder
         if quantised is not None:
             raise refused_format(f"{quantised[0]}: {reason}")
+        if keeps_state(hf_config):
+            raise UnsupportedModelError(
+                f"only our own decoder keeps the state of its linear attention, and {reason}"
+            )
         if config.quantization is not None:
             raise UnsupportedModelError(
                 f"quantization is set, but its weights stay plain: {reason}"

@@ -21,6 +21,7 @@ from ..state.slots import Slots
 from .admission import UnsupportedModelError
 from .attention import ForwardBatch, PagedAttention
 from .checkpoint import Progress
+from .slot_state import SlotState
 from .weights import Linear
 
 # Passes with prompts are captured in steps of _ROWS_STEP rows, up to _MOST_ROWS. With more rows a
@@ -49,6 +50,23 @@ class PagedLayers(ABC):
         """In the order of the layers."""
 
     @property
+    def slot_states(self) -> Sequence[SlotState]:
+        """What its layers keep of whole sequences, in slots."""
+        return ()
+
+    def bytes_per_slot(self, max_drafts: int) -> int:
+        """Of all its layers, if a step may have so many drafts of a sequence."""
+        specs = (state.spec(max_drafts, self.dtype) for state in self.slot_states)
+        return sum(spec.bytes_per_slot for spec in specs)
+
+    def bind_states(self, num_slots: int, max_drafts: int) -> None:
+        """Allocate what its layers keep in slots, in place of what they have."""
+        for state in self.slot_states:
+            state.free()
+        for state in self.slot_states:
+            state.bind(num_slots, max_drafts, self.dtype, self.device)
+
+    @property
     def weight_formats(self) -> str:
         """The formats of quantised weights; "" if all weights are in the dtype."""
         return ""
@@ -71,7 +89,8 @@ class PagedLayers(ABC):
         layer.bind_pages(num_pages, page_size, self.dtype_of_pages(layer), self.device)
 
     def bind_cache(self, num_pages: int, page_size: int) -> None:
-        """Allocate a cache with one block table for all layers."""
+        """Allocate a cache with one block table for all layers, and one slot."""
+        self.bind_states(1, 0)
         for layer in self.attentions:
             self.bind_layer(layer, num_pages, page_size)
 
@@ -79,6 +98,8 @@ class PagedLayers(ABC):
         """Free the cache, if there is one."""
         for layer in self.attentions:
             layer.pages = None
+        for state in self.slot_states:
+            state.free()
 
 
 class Pass(NamedTuple):
@@ -147,8 +168,11 @@ class Network(PagedLayers):
         return self._logits[:num_rows]
 
     def bind_slots(self, slots: Slots) -> None:
-        """Look up the rows of batches in these slots; drops all captured passes."""
+        """Look up the rows of batches in these slots, and keep states there; drops all captured
+        passes.
+        """
         self._slots = slots
+        self.bind_states(slots.max_num_seqs + 1, slots.max_drafts)
         self._phase.drop()
 
     @functools.cached_property

@@ -49,5 +49,6 @@ def one_prompt(
         logits_rows=rows,
         block_tables=table[None],
         page_size=PAGE,
+        num_tokens=torch.full_like(rows[:1], end),
         batch_invariant=batch_invariant,
     )

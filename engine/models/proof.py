@@ -207,12 +207,17 @@ def _choosing(part: Part, choices: dict[str, list[Tensor]]) -> Part:
 
 def _agrees(block: Block, x: Tensor, expected: Tensor, batch: ForwardBatch) -> bool:
     states = [part.state for part in block.parts if part.state is not None]
+    slot_states = [part.slot_state for part in block.parts if part.slot_state is not None]
     for state in states:
         state.bind_pages(num_pages_of(len(x)), PAGE, x.dtype, x.device)
+    for slot_state in slot_states:
+        slot_state.bind(1, 0, x.dtype, x.device, start=int(batch.rows.positions[0]))
     got = x.clone()
     block(got, None, None, batch)
     for state in states:
         state.pages = None
+    for slot_state in slot_states:
+        slot_state.free()
     # Both round: the residual stream once, to its dtype, and the layer's output several times.
     # Where inputs are rounded further, the least difference may turn one to the next code.
     eps = max(torch.finfo(x.dtype).eps, *(linear.weight.input_eps for linear in block.linears))

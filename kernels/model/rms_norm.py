@@ -15,7 +15,7 @@ from .narrow_matrix import RowFormat
 class Norm(NamedTuple):
     """An RMSNorm."""
 
-    weight: Tensor  # [K]
+    weight: Tensor  # [K] in the dtype of x, or float32
     eps: float
     rounds: RowFormat | None = None  # what the layer behind it rounds its inputs to
 
@@ -47,11 +47,13 @@ def block_of_row(width: int, most_warps: int = 8) -> dict[str, int]:
 
 
 def rms_norm_reference(x: Tensor, norm: Norm) -> Tensor:
-    """Shape: [..., K] -> [..., K].
+    """Shape: [..., K] -> [..., K], in the dtype of x.
 
     Uses torch's layer norm over x and -x together, whose mean is 0: one call on a CPU, where
     torch's RMSNorm makes a dozen.
     """
+    if norm.weight.dtype != x.dtype:  # wider: they are multiplied before the result is rounded
+        return rms_norm_reference(x.to(norm.weight.dtype), norm).to(x.dtype)
     width = x.shape[-1]
     both = F.layer_norm(torch.cat((x, -x), -1), (2 * width,), None, None, norm.eps)
     return both[..., :width] * norm.weight

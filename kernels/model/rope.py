@@ -62,7 +62,7 @@ def rope_and_store(
         Query heads, then key heads, then value heads of each row; may be overwritten.
         Shape: [T, (num_heads + 2 * num_kv_heads) * head_dim], dense.
     cos, sin
-        Shape: [T, head_dim].
+        Of the dimensions that are rotated, the first of each head. Shape: [T, rotary_dim].
     k_cache, v_cache
         Shape: [num_pages, page_size, num_kv_heads, head_dim], dense. On a CPU of any dtype.
     k_scale, v_scale
@@ -78,7 +78,7 @@ def rope_and_store(
     assert qkv.is_contiguous()
     assert k_cache.is_contiguous()
     assert v_cache.shape == k_cache.shape
-    assert cos.shape[-1] == head_dim
+    assert cos.shape[-1] <= head_dim
     if not uses_triton(qkv):
         return rope_and_store_reference(
             qkv, cos, sin, k_cache, v_cache, places, num_heads, q_norm, k_norm, k_scale,
@@ -104,6 +104,7 @@ def rope_and_store(
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
         HALF_PAD=triton.next_power_of_2(head_dim // 2),
+        ROTARY_HALF=cos.shape[-1] // 2,
         HEADS=_HEADS_PER_PROGRAM,
         IN_FP8=k_cache.dtype == torch.float8_e4m3fn,
         num_warps=4,
@@ -131,13 +132,16 @@ def rope_and_store_reference(
         heads[:, :num_heads] = rms_norm_reference(heads[:, :num_heads], q_norm)
         keys = heads[:, num_heads : num_heads + num_kv_heads]
         keys.copy_(rms_norm_reference(keys, k_norm))
-    rotary, value = heads.tensor_split([num_heads + num_kv_heads], dim=1)
+    whole, value = heads.tensor_split([num_heads + num_kv_heads], dim=1)
+    rotary, rest = whole.tensor_split([cos.shape[-1]], dim=-1)
     first, second = rotary.chunk(2, dim=-1)
     out = rotary * cos[:, None]
     out_first, out_second = out.chunk(2, dim=-1)
     sin_first, sin_second = sin[:, None].chunk(2, dim=-1)
     out_first.addcmul_(second, sin_first, value=-1)
     out_second.addcmul_(first, sin_second)
+    if rest.shape[-1]:
+        out = torch.cat((out, rest), dim=-1)
     query, key = out.tensor_split([num_heads], dim=1)
     store(k_cache, places, key, k_scale)
     store(v_cache, places, value, v_scale)
@@ -174,8 +178,8 @@ def _rotary_table_kernel(
 @triton.jit
 def _rope_and_store_kernel(
     qkv_ptr,  # [T, NUM_HEADS + 2 * NUM_KV_HEADS, 2 * HALF]
-    cos_ptr,  # [T, 2 * HALF]
-    sin_ptr,  # [T, 2 * HALF]
+    cos_ptr,  # [T, 2 * ROTARY_HALF]
+    sin_ptr,  # [T, 2 * ROTARY_HALF]
     k_ptr,  # [num_pages * page_size, NUM_KV_HEADS, 2 * HALF]
     v_ptr,  # as k
     places_ptr,  # [T]
@@ -190,6 +194,7 @@ def _rope_and_store_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
+    ROTARY_HALF: tl.constexpr,
     HEADS: tl.constexpr,
     IN_FP8: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -204,22 +209,28 @@ def _rope_and_store_kernel(
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
     given = (is_query | is_key | is_value) & in_head
+    # A number and the one that it is rotated with; those that are not rotated fill the pairs up.
+    is_rotated = in_head & (d < ROTARY_HALF)
+    at_a = tl.where(is_rotated, d, d + ROTARY_HALF)
+    at_b = tl.where(is_rotated, d + ROTARY_HALF, d + HALF)
 
     if q_norm_ptr is not None:
-        q_a = tl.load(q_norm_ptr + d, mask=in_head, other=0.0).to(tl.float32)
-        q_b = tl.load(q_norm_ptr + HALF + d, mask=in_head, other=0.0).to(tl.float32)
-        k_a = tl.load(k_norm_ptr + d, mask=in_head, other=0.0).to(tl.float32)
-        k_b = tl.load(k_norm_ptr + HALF + d, mask=in_head, other=0.0).to(tl.float32)
-    cos_a = tl.load(cos_ptr + row * cos_stride + d, mask=in_head, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos_ptr + row * cos_stride + HALF + d, mask=in_head, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin_ptr + row * sin_stride + d, mask=in_head, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin_ptr + row * sin_stride + HALF + d, mask=in_head, other=0.0).to(tl.float32)
+        q_a = tl.load(q_norm_ptr + at_a, mask=in_head, other=0.0).to(tl.float32)
+        q_b = tl.load(q_norm_ptr + at_b, mask=in_head, other=0.0).to(tl.float32)
+        k_a = tl.load(k_norm_ptr + at_a, mask=in_head, other=0.0).to(tl.float32)
+        k_b = tl.load(k_norm_ptr + at_b, mask=in_head, other=0.0).to(tl.float32)
+    cos_ptr += row * cos_stride
+    sin_ptr += row * sin_stride
+    cos_a = tl.load(cos_ptr + at_a, mask=is_rotated, other=1.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + at_b, mask=is_rotated, other=1.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + at_a, mask=is_rotated, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + at_b, mask=is_rotated, other=0.0).to(tl.float32)
     place = tl.load(places_ptr + row).to(tl.int64)
     wait_for_inputs(DEPENDENT)
 
-    at = qkv_ptr + row * (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF + head * 2 * HALF + d
-    raw_a = tl.load(at, mask=given, other=0.0)
-    raw_b = tl.load(at + HALF, mask=given, other=0.0)
+    at = qkv_ptr + row * (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF + head * 2 * HALF
+    raw_a = tl.load(at + at_a, mask=given, other=0.0)
+    raw_b = tl.load(at + at_b, mask=given, other=0.0)
     a, b = raw_a.to(tl.float32), raw_b.to(tl.float32)
     if q_norm_ptr is not None:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
@@ -227,8 +238,8 @@ def _rope_and_store_kernel(
         b *= scale * tl.where(is_query, q_b, k_b)
     rotated_a = (a * cos_a - b * sin_a).to(raw_a.dtype)
     rotated_b = (b * cos_b + a * sin_b).to(raw_a.dtype)
-    tl.store(at, rotated_a, mask=is_query & in_head)
-    tl.store(at + HALF, rotated_b, mask=is_query & in_head)
+    tl.store(at + at_a, rotated_a, mask=is_query & in_head)
+    tl.store(at + at_b, rotated_b, mask=is_query & in_head)
 
     if IN_FP8:
         rotated_a = e4m3_bytes(rotated_a.to(tl.float32) * k_factor)
@@ -236,9 +247,9 @@ def _rope_and_store_kernel(
         raw_a = e4m3_bytes(raw_a.to(tl.float32) * v_factor)
         raw_b = e4m3_bytes(raw_b.to(tl.float32) * v_factor)
     key_head = place * NUM_KV_HEADS + head - NUM_HEADS
-    key_at = k_ptr + key_head * 2 * HALF + d
-    tl.store(key_at, rotated_a, mask=is_key & in_head)
-    tl.store(key_at + HALF, rotated_b, mask=is_key & in_head)
-    value_at = v_ptr + (key_head - NUM_KV_HEADS) * 2 * HALF + d
-    tl.store(value_at, raw_a, mask=is_value & in_head)
-    tl.store(value_at + HALF, raw_b, mask=is_value & in_head)
+    key_at = k_ptr + key_head * 2 * HALF
+    tl.store(key_at + at_a, rotated_a, mask=is_key & in_head)
+    tl.store(key_at + at_b, rotated_b, mask=is_key & in_head)
+    value_at = v_ptr + (key_head - NUM_KV_HEADS) * 2 * HALF
+    tl.store(value_at + at_a, raw_a, mask=is_value & in_head)
+    tl.store(value_at + at_b, raw_b, mask=is_value & in_head)

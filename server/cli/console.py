@@ -50,6 +50,10 @@ def _summary(
     notes = ", used as needed" if info.device == "cpu" else ""
     if saved_bytes := info.saved_by_windows_bytes:
         notes += f"; sliding windows save {saved_bytes / 2**30:.1f} GiB"
+    states = []
+    if info.state_bytes:
+        of_each = info.state_bytes / (info.max_num_seqs + 1) / 2**20
+        states = [("states", f"{info.state_bytes / 2**30:.1f} GiB, {of_each:.1f} MiB a sequence")]
     page = [("page", f"{url}/ui")] if settings.server.ui else []
     return [
         ("target", f"{settings.target.model} ({info.target_dtype})"),
@@ -57,6 +61,7 @@ def _summary(
         ("device", info.device),
         ("reproducible", "yes" if info.batch_invariant else "no: rounding depends on the batch"),
         ("KV cache", f"up to {num_tokens:,} tokens ({cache_gib:.1f} GiB{notes})"),
+        *states,
         ("context", f"{info.max_model_len} tokens, {info.max_num_seqs} sequences at once"),
         ("tool calls", form.name),
         ("reasoning", "told from content" if form.has_reasoning else "none"),

@@ -95,7 +95,8 @@ def logits(
         ends = torch.cat((torch.zeros(1), count.cumsum(0))).long()
         rows = BatchRows(slot, position, place, slots, first + count, ends)
         every_row = torch.arange(len(slot))
-        batch = ForwardBatch(token_ids[slot, position], rows, every_row, table[None], page_size)
+        ids, known = token_ids[slot, position], torch.full((len(token_ids),), token_ids.shape[1])
+        batch = ForwardBatch(ids, rows, every_row, table[None], page_size, known)
         with torch.inference_mode():
             out[slot, position] = network(batch).logits
     return out

@@ -32,8 +32,18 @@ from outrider.kernels.cpu.layers import compiled
 pytestmark = pytest.mark.skipif(HAS_KERNELS, reason="of many small steps on a CPU")
 
 MAX_TOKENS, MAX_MODEL_LEN = 12, 68  # the context ends some answers
-KINDS = ("draft_model", "compiled", "eagle3", "peagle", "mtp", "dflash", "dspark", "ngram")
-# Of 8 kinds: 104 requests, and 2,000 more.
+KINDS = (
+    "draft_model",
+    "compiled",
+    "eagle3",
+    "peagle",
+    "mtp",
+    "dflash",
+    "dspark",
+    "ngram",
+    "hybrid",
+)
+# Of 9 kinds: 117 requests, and 2,250 more.
 CASES: list[Any] = [(kind, 0, 13) for kind in KINDS]
 CASES += [
     pytest.param(kind, seed, 50, marks=pytest.mark.deep) for kind in KINDS for seed in range(1, 6)
@@ -59,6 +69,8 @@ def save_pair(kind: str, folder: Path) -> tuple[Path, Path | None]:
             for name, format_ in (("target", Gguf.Q8_0), ("draft", Gguf.Q4_0))
         ]
         return saved[0], saved[1]
+    if kind == "hybrid":
+        return save_tiny_model(folder / "target", "qwen3_5_text"), None
     target = save_tiny_model(folder / "target")
     path = folder / "draft"
     if kind == "draft_model":  # shares most of the target's weights

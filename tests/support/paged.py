@@ -46,13 +46,22 @@ def paged_logits(
         slots.token_ids[i, : len(token_ids)] = torch.tensor(token_ids, dtype=torch.int32)
         slots.block_tables[0, i, :32] = pages[i * 32 : (i + 1) * 32]
     logits = []
-    for step in steps:
+    for s, step in enumerate(steps):
         rows = np.array([i for i, (_, length) in enumerate(step) if length])
-        starts = np.array([step[i][0] for i in rows])
         lens = np.array([step[i][1] for i in rows])
+        # Known are the rows behind which the next step goes on; if it goes back, the first one.
+        known = [_num_known(i, *step[i], steps[s + 1 :]) for i in rows]
+        slots.num_tokens[torch.from_numpy(rows)] = torch.tensor(known, device=DEVICE)
+        starts = np.array([step[i][0] for i in rows]) - known
         # A copy: the next graph's output may lie in the same place.
         logits.append(model.forward(HostBatch.build(rows, starts, lens, lens)).logits.clone())
     return logits
+
+
+def _num_known(i: int, start: int, length: int, later: list[list[tuple[int, int]]]) -> int:
+    end = start + length
+    following = next((step[i][0] for step in later if step[i][1]), end)
+    return end if following == end else start + 1
 
 
 # Relative error of all logits of a step; below it for float32, every single logit is close.

@@ -59,6 +59,16 @@ TINY: dict[str, dict[str, object]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "qwen3_5_text": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 8,
+    },
     "gpt_oss": {
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -95,12 +105,15 @@ def save_tiny_model(
     config = AutoConfig.for_model(architecture, **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0, scale, generator=generator)
             elif name.endswith("sinks"):
                 parameter.normal_(0, 1, generator=generator)
+            elif name.endswith(("A_log", "dt_bias")) or "linear_attention" in layer_types:
+                parameter.normal_(0, scale, generator=generator)  # zeros would hide mistakes
     model.save_pretrained(path)
     return path
 

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.kernels.model.rms_norm import Norm
 
+from ..admission import LAYER_TYPES
 from ..architectures import STATIC_ROPE
 from ..attention import Rope
 from ..blocks import Block
@@ -47,6 +48,10 @@ class Family(ABC):
         "vocab_size",
     })  # fmt: skip
 
+    layer_types: ClassVar[frozenset[str]] = frozenset(LAYER_TYPES)  # that it implements
+    rope_fields: ClassVar[frozenset[str]] = frozenset()  # of RoPE, beside those of all models
+    rotary: ClassVar[type] = LlamaRotaryEmbedding  # transformers', which knows those
+
     def __init__(self, tensors: AnyCheckpoint, config: Any) -> None:
         """`config` is transformers', for which `why_unknown` returns None."""
         self.tensors, self._given = tensors, config
@@ -63,8 +68,10 @@ class Family(ABC):
         given = {name for name, value in _declared(config).items() if value not in (None, False)}
         if unknown := sorted(given - cls.fields - _NEUTRAL):
             return f"its config has {', '.join(unknown)}"
+        if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - cls.layer_types):
+            return f"it has layers of type {', '.join(unknown)}"
         rope = config.rope_parameters or {}
-        if unknown := sorted(set(rope) - _ROPE):
+        if unknown := sorted(set(rope) - _ROPE - cls.rope_fields):
             return f"its RoPE has {', '.join(unknown)}"
         rope_type = rope.get("rope_type", "default")
         if rope_type not in STATIC_ROPE:
@@ -106,7 +113,7 @@ class Family(ABC):
     @functools.cached_property
     def rope(self) -> Rope:
         """One for all layers, which then share its cosines and sines."""
-        rotary = LlamaRotaryEmbedding(self._given)
+        rotary = self.rotary(self._given)
         inv_freq = rotary.inv_freq.float().to(self.tensors.device)
         return Rope(inv_freq, rotary.attention_scaling)
 

@@ -1,8 +1,9 @@
-"""Attention with RoPE: to all tokens or a window, with sinks and head norms if there are any."""
+"""Attention with RoPE: to all tokens or a window, with sinks, head norms and gates if any."""
 
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
@@ -21,13 +22,18 @@ _COMPILED_DIM = 16  # of which a head's width must be a multiple
 
 @dataclass(slots=True)
 class Attention(Part):
-    """o_proj(attention(rope(q), rope(k), v)), q, k, v = qkv(norm(x))."""
+    """o_proj(attention(rope(q), rope(k), v)), q, k, v = qkv(norm(x)).
+
+    If it is gated, each query head is followed by its gate, and attention is multiplied by
+    sigmoid(gate).
+    """
 
     qkv: Linear  # query heads, then key heads, then value heads
     output: Linear
     attention: PagedAttention
     rope: Rope
     head_norms: tuple[Norm, Norm] | None = None  # of query and key heads
+    gated: bool = False
 
     def __post_init__(self) -> None:
         self.norm = self.qkv.weight.before(self.norm)
@@ -46,15 +52,19 @@ class Attention(Part):
         window: int | None = None,
         causal: bool = True,
         input_width: int | None = None,
+        gated: bool = False,
+        norms_add_one: bool = False,
     ) -> "Attention":
         """With those head norms, biases, sinks and scales of KV that the checkpoint has.
 
-        It reads `input_width` numbers, if these are not the residual stream's `width`. Raises
-        KeyError naming a tensor that is missing, ValueError naming a wrong shape.
+        It reads `input_width` numbers, if these are not the residual stream's `width`. Norms of
+        heads add one as in `AnyCheckpoint.norm`. Raises KeyError naming a tensor that is missing,
+        ValueError naming a wrong shape.
         """
         has_norms, has_sinks = f"{name}.q_norm.weight" in tensors, f"{name}.sinks" in tensors
         num_kv = num_kv_heads * head_dim
-        sizes = {"q_proj": num_heads * head_dim, "k_proj": num_kv, "v_proj": num_kv}
+        num_q = num_heads * head_dim
+        sizes = {"q_proj": 2 * num_q if gated else num_q, "k_proj": num_kv, "v_proj": num_kv}
         return Attention(
             norm=norm,
             qkv=tensors.linear(
@@ -62,7 +72,7 @@ class Attention(Part):
                 {f"{name}.{part}": size for part, size in sizes.items()},
                 axis="outputs",
             ),
-            output=tensors.linear(num_heads * head_dim, {f"{name}.o_proj": width}, axis="inputs"),
+            output=tensors.linear(num_q, {f"{name}.o_proj": width}, axis="inputs"),
             attention=PagedAttention(
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
@@ -77,11 +87,12 @@ class Attention(Part):
             ),
             rope=rope,
             head_norms=(
-                tensors.norm(f"{name}.q_norm", head_dim, norm.eps),
-                tensors.norm(f"{name}.k_norm", head_dim, norm.eps),
+                tensors.norm(f"{name}.q_norm", head_dim, norm.eps, adds_one=norms_add_one),
+                tensors.norm(f"{name}.k_norm", head_dim, norm.eps, adds_one=norms_add_one),
             )
             if has_norms
             else None,
+            gated=gated,
         )
 
     @property
@@ -97,13 +108,25 @@ class Attention(Part):
             batch.items(self.attention)
             batch.places(self.attention)
         qkv = self.qkv.of_normed(x, normed, self.norm)
-        attend = self.attention
+        attend, gate = self.attention, None
+        if self.gated:
+            qkv, gate = self._without_gates(qkv)
         query = attend.store(qkv, attend.num_heads, self.rope, self.head_norms, batch)
-        return self.output.add_to(x, attend(query, batch).flatten(1), norm=next_norm)
+        attended = attend(query, batch).flatten(1)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        return self.output.add_to(x, attended, norm=next_norm)
+
+    def _without_gates(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Query, key and value heads, and the gates by themselves."""
+        num_heads, head_dim = self.attention.num_heads, self.attention.head_dim
+        query, kv = qkv.tensor_split([2 * num_heads * head_dim], 1)
+        query, gate = query.unflatten(1, (num_heads, 2, head_dim)).unbind(2)
+        return torch.cat((query.flatten(1), kv), 1), gate.flatten(1)
 
     def compiled(self) -> Compiled | None:
         layer = self.attention
-        if layer.softcap is not None or layer.sinks is not None:
+        if layer.softcap is not None or layer.sinks is not None or self.gated:
             return None
         if layer.head_dim != layer.value_dim or layer.head_dim % _COMPILED_DIM:
             return None

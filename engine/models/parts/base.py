@@ -21,6 +21,7 @@ from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.row_codes import Normed
 
 from ..attention import ForwardBatch, PagedAttention, Rope
+from ..slot_state import SlotState
 from ..weights import Change, Layer, Linear, Weight
 
 
@@ -46,7 +47,12 @@ class Part(ABC):
 
     @property
     def state(self) -> PagedAttention | None:
-        """What it keeps of a sequence, if it keeps anything."""
+        """What it keeps of every token, in pages, if it keeps anything."""
+        return None
+
+    @property
+    def slot_state(self) -> SlotState | None:
+        """What it keeps of a whole sequence, in its slot, if it keeps anything."""
         return None
 
     @property

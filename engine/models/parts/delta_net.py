@@ -1,0 +1,158 @@
+"""A gated delta net: it looks at other tokens through a state of one size, not through their KV."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.model.delta_net import (
+    DeltaHeads,
+    DeltaMemory,
+    DeltaWeights,
+    delta_net,
+    gated_norm,
+)
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.row_codes import Normed
+
+from ...memory.spec import SlotSpec
+from ..attention import ForwardBatch
+from ..checkpoint import AnyCheckpoint
+from ..slot_state import SlotState
+from ..weights import Linear
+from .base import Part
+
+
+@dataclass(slots=True)
+class DeltaState(SlotState):
+    """The matrices of all value heads, and the latest rows."""
+
+    heads: DeltaHeads
+    num_taps: int  # of the convolution
+    memory: DeltaMemory | None = None
+
+    def spec(self, max_drafts: int, dtype: torch.dtype) -> SlotSpec:
+        heads = self.heads
+        num_numbers = heads.num_value_heads * heads.key_dim * heads.value_dim
+        of_rows = self._ring_size(max_drafts) * heads.row_width * dtype.itemsize
+        return SlotSpec(num_numbers * torch.float32.itemsize + of_rows + torch.int64.itemsize)
+
+    def bind(
+        self,
+        num_slots: int,
+        max_drafts: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        start: int = 0,
+    ) -> None:
+        heads = self.heads
+        shape = (num_slots, heads.num_value_heads, heads.key_dim, heads.value_dim)
+        ring = (num_slots, self._ring_size(max_drafts), heads.row_width)
+        self.memory = DeltaMemory(
+            torch.zeros(shape, dtype=torch.float32, device=device),
+            torch.zeros(ring, dtype=dtype, device=device),
+            torch.full((num_slots,), start, device=device),
+        )
+
+    def free(self) -> None:
+        self.memory = None
+
+    def _ring_size(self, max_drafts: int) -> int:
+        """Rows of drafts, and those before them that the convolution of the first reads."""
+        return max(1, self.num_taps - 1 + max_drafts)
+
+    @property
+    def bound(self) -> DeltaMemory:
+        assert self.memory is not None, "a delta net before its state was bound"
+        return self.memory
+
+
+@dataclass(slots=True)
+class DeltaNet(Part):
+    """output(norm(delta_net(q, k, v, b, a)) silu(z)),  q, k, v, b, a, z = inputs(norm(x))."""
+
+    inputs: Linear
+    output: Linear
+    weights: DeltaWeights
+    gated_norm: Norm  # of each value head
+    memory: DeltaState
+    order: Tensor | None = field(default=None, kw_only=True)  # of the inputs' columns
+
+    def __post_init__(self) -> None:
+        self.norm = self.inputs.weight.before(self.norm)
+
+    @staticmethod
+    def read(
+        tensors: AnyCheckpoint,
+        name: str,
+        *,
+        norm: Norm,
+        width: int,
+        heads: DeltaHeads,
+        num_taps: int,
+        by_key_head: bool,
+    ) -> "DeltaNet":
+        """`by_key_head`: the inputs of a key head and its value heads lie together.
+
+        Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape.
+        """
+        num_values, order = heads.num_value_heads * heads.value_dim, None
+        sizes = {
+            "in_proj_qkv": heads.num_channels,
+            "in_proj_b": heads.num_value_heads,
+            "in_proj_a": heads.num_value_heads,
+            "in_proj_z": num_values,
+        }
+        if by_key_head:
+            sizes = {
+                "in_proj_qkvz": heads.num_channels + num_values,
+                "in_proj_ba": 2 * heads.num_value_heads,
+            }
+            order = columns_by_kind(heads).to(tensors.device)
+        convolution = tensors.tensor(f"{name}.conv1d.weight", heads.num_channels, 1, num_taps)
+        return DeltaNet(
+            norm=norm,
+            inputs=tensors.linear(
+                width, {f"{name}.{part}": size for part, size in sizes.items()}, axis="outputs"
+            ),
+            output=tensors.linear(num_values, {f"{name}.out_proj": width}, axis="inputs"),
+            weights=DeltaWeights(
+                convolution[:, 0].contiguous(),
+                tensors.float32(f"{name}.A_log", heads.num_value_heads),
+                tensors.float32(f"{name}.dt_bias", heads.num_value_heads),
+            ),
+            gated_norm=Norm(tensors.float32(f"{name}.norm.weight", heads.value_dim), norm.eps),
+            memory=DeltaState(heads, num_taps),
+            order=order,
+        )
+
+    @property
+    def slot_state(self) -> DeltaState:
+        return self.memory
+
+    def __call__(
+        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
+    ) -> Normed | None:
+        state = self.memory
+        rows = self.inputs.of_normed(x, normed, self.norm)
+        if self.order is not None:
+            rows = rows[:, self.order]
+        rows, z = rows.tensor_split([state.heads.row_width], 1)
+        y = delta_net(rows, state.heads, self.weights, state.bound, batch.rows, batch.num_tokens)
+        return self.output.add_to(x, gated_norm(y, self.gated_norm, z), norm=next_norm)
+
+
+def columns_by_kind(heads: DeltaHeads) -> Tensor:
+    """Of columns that lie by key head (q, k, v, z of each, then b, a of each), the order in which
+    they are q, k, v, b, a, z of all heads.
+    """
+    num_key_heads = heads.num_key_heads
+    repeats = heads.num_value_heads // num_key_heads
+    num_values = repeats * heads.value_dim
+    num_first = num_key_heads * 2 * (heads.key_dim + num_values)
+    of_key_heads = torch.arange(num_first).view(num_key_heads, -1)
+    q, k, v, z = of_key_heads.split([heads.key_dim, heads.key_dim, num_values, num_values], 1)
+    b, a = (
+        (num_first + torch.arange(2 * heads.num_value_heads)).view(num_key_heads, 2, -1).unbind(1)
+    )
+    return torch.cat([part.flatten() for part in (q, k, v, b, a, z)])

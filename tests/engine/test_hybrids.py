@@ -1,0 +1,188 @@
+"""Targets of which most layers keep a state in place of KV, which cannot go back: Qwen3.5.
+
+test_random_comparison.py has one among its kinds: any mixture of sequences, to the bit.
+"""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from engines import GREEDY, engine_config, is_greedy, lagging, prompts, run, tokens
+from safetensors.torch import load_file, save_file
+from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor, save_tiny_model
+
+from outrider.engine.config import ModelConfig
+from outrider.engine.engine import Engine
+from outrider.engine.measuring import OutOfDeviceMemoryError
+from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models.architectures import load_config
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.loading import load_network
+
+K = 4
+
+
+@pytest.fixture
+def target(tiny_model: Tiny) -> Path:
+    return tiny_model("qwen3_5_text")
+
+
+@pytest.fixture
+def own(target: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return shutil.copytree(target, tmp_path / "own")
+
+
+def answers(
+    engine: Engine, target: Path, asked: list[list[int]], predicted: list[list[int]] | None = None
+) -> list[list[int]]:
+    """Greedy answers, which must be transformers' own."""
+    found = [tokens(outputs) for outputs in run(engine, asked, GREEDY, predicted)]
+    for prompt, answer in zip(asked, found, strict=True):
+        assert len(answer) == GREEDY.max_tokens
+        assert is_greedy(target, prompt, answer)
+    return found
+
+
+def with_mistakes(answer: list[int], *, every: int) -> list[int]:
+    return [(t + 1) % VOCAB if i % every == every - 1 else t for i, t in enumerate(answer)]
+
+
+def test_greedy_answers_are_the_targets_own(target: Path) -> None:
+    """Of prompts around the edges of pages and chunks, and in several chunks."""
+    answers(Engine(engine_config(target)), target, prompts([1, 4, 5, 63, 65], VOCAB))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_any_number_of_drafts_may_be_accepted(lag: int, target: Path) -> None:
+    asked = prompts([5, 9, 2, 14, 7], VOCAB)
+    right = answers(Engine(engine_config(target)), target, asked)
+    engine = Engine(engine_config(target, proposer="ngram", k=K))
+    engine.scheduler.lag = lag
+    accepted, commit = set(), engine.committer._commit_drawn
+
+    def counted(scheduled):  # type: ignore[no-untyped-def]
+        if scheduled.num_drafts:
+            accepted.add((scheduled.num_drafts, len(scheduled.token_ids) - 1))
+        return commit(scheduled)
+
+    engine.committer._commit_drawn = counted  # type: ignore[method-assign]
+    predicted = [with_mistakes(a, every=n) for a, n in zip(right, (2, 4, 5, 6, 7), strict=True)]
+    assert answers(engine, target, asked, predicted) == right
+    assert {count for _, count in accepted} >= {0, 1, 2, 3, 4}
+    assert any(count < drafted for drafted, count in accepted if count)
+
+
+def test_a_model_may_draft_for_it(target: Path, tiny_model: Tiny) -> None:
+    """Whose KV lies in the same pages, and which falls behind and catches up."""
+    engine = lagging(engine_config(target, tiny_model("qwen3"), k=K))
+    answers(engine, target, prompts([5, 30, 1, 70], VOCAB))
+    assert engine.stats().drafted_per_position[0] > 20
+
+
+def test_a_preempted_sequence_starts_over(target: Path) -> None:
+    engine = Engine(engine_config(target, num_pages=30, proposer="ngram"))
+    answers(engine, target, prompts([30, 25, 31, 28], VOCAB))
+    assert engine.stats().preemptions > 0
+
+
+def test_prefixes_are_not_cached(target: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    engine = Engine(engine_config(target))
+    assert "prefixes are not cached: the state of" in caplog.text
+    same = prompts([20], VOCAB)
+    for _ in range(2):
+        answers(engine, target, same)
+    assert engine.stats().cached_tokens == 0
+
+
+def test_states_are_counted(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(engine_config(target, proposer="ngram", max_num_seqs=3))
+    states = engine.worker.pair.target.slot_states
+    kept = [tensor for state in states for tensor in state.memory]  # type: ignore[attr-defined]
+    assert engine.info.state_bytes == sum(tensor.nbytes for tensor in kept)
+    assert [len(tensor) for tensor in kept] == 2 * [4, 4, 4]  # one of them for padding
+    # They come before pages.
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr("outrider.engine.measuring.available_bytes", lambda: 100_000)
+        with pytest.raises(OutOfDeviceMemoryError, match=r"states of 32 sequences take .* lower"):
+            Engine(engine_config(target, num_pages=None))
+
+
+def as_published(path: Path, folder: Path) -> Path:
+    """The same model as the text of one that reads images, with an MTP head beside it."""
+    folder.mkdir()
+    config = json.loads((path / "config.json").read_text())
+    whole = {"model_type": "qwen3_5", "text_config": config, "tie_word_embeddings": False}
+    whole["architectures"] = ["Qwen3_5ForConditionalGeneration"]
+    (folder / "config.json").write_text(json.dumps(whole))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(path / "model.safetensors").items()
+    }
+    tensors["model.visual.blocks.0.norm1.weight"] = torch.ones(4)
+    tensors["mtp.norm.weight"] = torch.ones(4)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_the_text_of_a_model_that_reads_images_is_served(
+    target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = prompts([9], VOCAB)
+    expected = answers(Engine(engine_config(target)), target, asked)
+    engine = Engine(engine_config(as_published(target, tmp_path / "published")))
+    assert [tokens(outputs) for outputs in run(engine, asked, GREEDY)] == expected
+    assert "not read" not in caplog.text
+
+
+def test_a_quantised_text_keeps_its_format(target: Path, tmp_path: Path) -> None:
+    path = as_published(target, tmp_path / "published")
+    change_config(path, quantization_config={"quant_method": "unheard-of"})
+    assert load_config(path).quantization_config["quant_method"] == "unheard-of"
+    with pytest.raises(UnsupportedModelError, match="unheard-of"):
+        load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_norms_are_one_more_than_stored(is_tied: bool, tmp_path: Path) -> None:
+    """Also in 16 bits, where 1 + w would lose most of a small w."""
+    path = save_tiny_model(tmp_path, "qwen3_5_text", tie_word_embeddings=is_tied)
+    change_tensor(path, "model.norm.weight", torch.full((32,), 2.0**-12))
+    network = load_network(ModelConfig(path=str(path), dtype="bfloat16"), DEVICE)
+    assert isinstance(network, Decoder)
+    assert network.norm.weight.unique().tolist() == [1 + 2.0**-12]
+    assert network.dtype == torch.bfloat16
+
+
+def test_as_a_draft_it_is_refused(target: Path, tiny_model: Tiny) -> None:
+    with pytest.raises(UnsupportedModelError, match="as a draft model it would go back"):
+        Engine(engine_config(tiny_model("llama"), target))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mamba_ssm_dtype": "bfloat16"}, "its state is kept in bfloat16"),
+        ({"linear_num_key_heads": 3}, "4 value heads cannot share 3 key heads"),
+        ({"attn_output_gate": False}, "its attention has no gate"),
+        ({"hidden_act": "gelu"}, "its activation is gelu"),
+        ({"linear_key_head_dim": 11}, r"A_log|in_proj_qkv|conv1d"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    changes: dict[str, object], says: str, own: Path
+) -> None:
+    change_config(own, **changes)
+    with pytest.raises(UnsupportedModelError, match=f"only our own decoder keeps.*{says}"):
+        load_network(ModelConfig(path=str(own), dtype="float32"), DEVICE)
+
+
+def test_another_model_with_a_state_is_refused(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3")
+    change_config(path, layer_types=["linear_attention", "full_attention"])
+    with pytest.raises(UnsupportedModelError, match=r"qwen3.*state.* layers of type linear"):
+        load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
