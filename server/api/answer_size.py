@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 
 from ..base.errors import APIError, invalid_value
+from .asked import Asked
 from .protocol import ChoiceFields
 
 # Bytes in the HTTP process and the engine together, measured and rounded up:
@@ -28,35 +29,27 @@ def check_bytes(max_bytes: int, param: str, num_bytes: int) -> None:
 
 
 def check_answer_size(
-    max_bytes: int,
-    fields: ChoiceFields,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int,
-    logprobs: int | None,
-    told_of_prompts: Sequence[int | None],
-    bad_words: Sequence[Sequence[int]],
-    num_predicted: int,
-    max_drafts: int,
+    max_bytes: int, asked: Asked, *, bad_words: Sequence[Sequence[int]], max_drafts: int
 ) -> None:
     """Raise APIError if the sequences of this request may together need more than `max_bytes`.
 
-    `told_of_prompts` has an entry for each place of the answer that may list the prompt's tokens:
-    how many alternatives it lists beside each; None: it lists nothing. `max_drafts` is per step.
+    `bad_words` are in token ids; `max_drafts` is per step.
     """
-    prompt_tokens = fields.num_samples * sum(map(len, prompts))
-    num_sequences = fields.num_samples * len(prompts)
-    told_bytes = sum(_told_bytes(num) for num in told_of_prompts)
+    fields, max_tokens = asked.fields, asked.max_tokens
+    prompt_tokens = fields.num_samples * sum(map(len, asked.prompts))
+    num_sequences = fields.num_samples * len(asked.prompts)
+    listed_bytes = sum(map(_logprobs_bytes, asked.prompt_logprobs))
+    logprobs = len(fields.logprob_token_ids or ()) or asked.logprobs
     echo = bool(getattr(fields, "echo", False))
     num_ids = sum(map(len, (fields.allowed_token_ids or (), fields.logit_bias, *bad_words)))
     arguments = sum(len(json.dumps(each.args)) for each in fields.logits_processors)
     traced = fields.speculation.trace * (1 + max_drafts)  # tokens and drafts, of each token
     parts = {
-        "prompt_logprobs": prompt_tokens * told_bytes,
+        "prompt_logprobs": prompt_tokens * listed_bytes,
         "prompt": prompt_tokens * (PROMPT_TOKEN_BYTES + echo * ECHOED_TOKEN_BYTES),
-        "prediction": num_sequences * num_predicted * PROMPT_TOKEN_BYTES,
+        "prediction": num_sequences * len(asked.predicted) * PROMPT_TOKEN_BYTES,
         "max_tokens": num_sequences * max_tokens * TOKEN_BYTES,
-        "logprobs": num_sequences * max_tokens * _told_bytes(logprobs),
+        "logprobs": num_sequences * max_tokens * _logprobs_bytes(logprobs),
         "speculation.trace": num_sequences * max_tokens * traced * TRACED_TOKEN_BYTES,
         "allowed_token_ids": num_sequences * num_ids * PROMPT_TOKEN_BYTES,
         "logits_processors": num_sequences * arguments * ARGUMENT_BYTES,
@@ -66,7 +59,7 @@ def check_answer_size(
         raise _too_large(fields, parts, needed=needed, allowed=max_bytes)
 
 
-def _told_bytes(num_alternatives: int | None) -> int:
+def _logprobs_bytes(num_alternatives: int | None) -> int:
     """Bytes of the logprobs of one token; None: none are reported."""
     return 0 if num_alternatives is None else LOGPROB_BYTES + num_alternatives * ALTERNATIVE_BYTES
 

@@ -14,6 +14,7 @@ from ..text.chat_template import ChatTemplateError
 from ..text.message_parser import MessageParser
 from ..text.message_reader import MessageReader, RawCall
 from ..text.tool_calls import tools_by_name
+from .asked import Asked
 from .chat_protocol import ChatCompletionRequest, ChatFields
 from .generation import Sample
 from .service import Service
@@ -39,8 +40,7 @@ async def prepare_turn(
     )
     max_tokens = body.max_completion_tokens or body.max_tokens
     ids = service.truncate(body, ids, max_tokens)
-    key, num_bytes = request_key(http), json_bytes(http)
-    salt = service.cache_salt(body, key)
+    salt, num_bytes = service.cache_salt(body, request_key(http)), json_bytes(http)
     grammar, of_calls = await _grammar(service, body, calls, salt, num_bytes), None
     if grammar is None:
         of_calls = await _grammar_of_strict_calls(service, body, prompt, calls, salt, num_bytes)
@@ -55,21 +55,20 @@ async def prepare_turn(
         grammar is not None,
         of_calls is not None,
     )
-    make = partial(
-        service.samples,
-        body,
-        [ids],
+    asked = Asked(
+        fields=body,
+        prompts=[ids],
         param="messages",
         max_tokens=max_tokens or service.room([ids]),
         logprobs=body.top_logprobs if body.logprobs else None,
-        key=key,
-        told_of_prompts=[body.prompt_logprobs],
+        prompt_logprobs=[body.prompt_logprobs],
+        salt=salt,
         grammar=grammar or of_calls,
         predicted=await service.predicted(body),
         readers=readers,
         shown_special_ids=_shown_special_ids(service, readers),
     )
-    return await off_loop(num_bytes, make)
+    return await off_loop(num_bytes, service.samples, asked)
 
 
 def _readers(

@@ -1,6 +1,5 @@
 """Answers that are lists of choices: OpenAI's completions and chats."""
 
-import json
 import time
 import uuid
 from abc import abstractmethod
@@ -9,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..base.errors import APIError
+from ..base.json_text import json_text
 from ..base.streaming import obfuscation, server_sent
 from ..text.message_parser import Part
 from .answer import MIN_LOGPROB, Answer
@@ -93,7 +93,7 @@ class ChoicesAnswer(Answer):
         yield server_sent("[DONE]")
 
     async def _failed(self, error: APIError) -> str:
-        return server_sent(json.dumps(error.body()))
+        return server_sent(json_text(error.body()))
 
     async def _whole(self, generation: Generation) -> bytes:
         """The chunks of a stream, joined."""
@@ -168,7 +168,7 @@ class ChoicesAnswer(Answer):
         if not self._stream_options.include_obfuscation:
             return server_sent(chunk.to_json())
         chunk.obfuscation = ""
-        chunk.obfuscation = obfuscation(chunk.to_json().encode())
+        chunk.obfuscation = obfuscation(chunk.to_json())
         return server_sent(chunk.to_json())
 
     def _add_metrics(self, answer: GenerationResponse) -> None:

@@ -1,7 +1,6 @@
 """POST /v1/completions."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -14,6 +13,7 @@ from ..base.off_loop import off_loop
 from ..base.request_key import request_key
 from ..text.detokenizer import Detokenizer
 from .answer import MIN_LOGPROB, Answer
+from .asked import Asked
 from .choices import BARE, ChoicesAnswer
 from .generation import Delta, Sample, Token
 from .protocol import (
@@ -51,25 +51,21 @@ async def prepare_completion(
     else:
         prompts = [service.truncate(body, prompt, body.max_tokens) for prompt in prompts]
     ranks_samples = body.num_samples > body.n
-    key = request_key(http)
-    make = partial(
-        service.samples,
-        body,
-        prompts,
+    salt = service.cache_salt(body, request_key(http))
+    asked = Asked(
+        fields=body,
+        prompts=prompts,
         param="prompt",
         max_tokens=service.room(prompts) if body.max_tokens is None else body.max_tokens,
         logprobs=0 if logprobs is None and ranks_samples else logprobs,
-        key=key,
-        told_of_prompts=[body.prompt_logprobs, logprobs if body.echo else None],
+        prompt_logprobs=[body.prompt_logprobs, logprobs if body.echo else None],
+        salt=salt,
         grammar=await service.grammars.grammar_of(
-            body.response_format,
-            body.structured_outputs,
-            service.cache_salt(body, key),
-            json_bytes(http),
+            body.response_format, body.structured_outputs, salt, json_bytes(http)
         ),
         predicted=await service.predicted(body),
     )
-    return await off_loop(json_bytes(http), make)
+    return await off_loop(json_bytes(http), service.samples, asked)
 
 
 def _check(body: CompletionRequest) -> None:

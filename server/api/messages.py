@@ -1,6 +1,5 @@
 """POST /v1/messages and /v1/messages/count_tokens, for Anthropic's clients."""
 
-import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -9,6 +8,7 @@ from starlette.requests import Request
 
 from ..base.errors import APIError
 from ..base.held import json_bytes
+from ..base.json_text import json_text
 from ..base.off_loop import off_loop
 from ..base.streaming import server_sent
 from .answer import Answer, Event
@@ -105,7 +105,7 @@ class _MessagesAnswer(Answer):
         return message.to_json()
 
     async def _failed(self, error: APIError) -> str:
-        return server_sent(json.dumps(error.anthropic_body()), "error")
+        return server_sent(json_text(error.anthropic_body()), "error")
 
     def _added(self, delta: Delta) -> Iterator[Event]:
         """Add to the content; returns the events that report it."""
@@ -164,4 +164,4 @@ class _MessagesAnswer(Answer):
 
 
 def _event(name: str, **fields: Any) -> str:
-    return server_sent(json.dumps({"type": name, **fields}, ensure_ascii=False), name)
+    return server_sent(json_text({"type": name, **fields}), name)

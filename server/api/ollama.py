@@ -3,7 +3,6 @@ speak only this API."""
 
 import datetime
 import hashlib
-import json
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..base.errors import APIError, invalid_value
 from ..base.held import json_bytes
+from ..base.json_text import json_text
 from ..base.off_loop import off_loop
 from ..base.streaming import EventStream
 from ..text.message_parser import Text
@@ -121,7 +121,7 @@ class _OllamaAnswer(Answer):
         return self._line(**said, **self._end())
 
     async def _failed(self, error: APIError) -> str:
-        return json.dumps(error.ollama_body(), ensure_ascii=False) + "\n"
+        return json_text(error.ollama_body()) + "\n"
 
     def _line(self, **fields: Any) -> str:
         line: dict[str, Any] = {"model": self._service.model_name, "created_at": _now()}
@@ -131,7 +131,7 @@ class _OllamaAnswer(Answer):
             line["message"] = {"role": "assistant", "content": text} | said
         else:
             line |= {"response": text} | said
-        return json.dumps(line | {"done": False} | fields, ensure_ascii=False) + "\n"
+        return json_text(line | {"done": False} | fields) + "\n"
 
     def _added(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """What a delta adds: text, thinking, and whole calls."""

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,6 +18,7 @@ from ..base.errors import (
     unsupported,
 )
 from ..base.held import Held, json_bytes
+from ..base.json_text import json_text
 from ..base.off_loop import off_loop
 from ..base.request_key import request_key
 from ..base.streaming import obfuscation, server_sent
@@ -239,8 +239,8 @@ class _ResponsesAnswer(Answer):
         event = {"type": name, "sequence_number": self._next_number(), **fields}
         if name.endswith(".delta") and self._obfuscates:
             event["obfuscation"] = ""
-            event["obfuscation"] = obfuscation(msgspec.json.encode(event))
-        return server_sent(msgspec.json.encode(event).decode(), name)
+            event["obfuscation"] = obfuscation(json_text(event))
+        return server_sent(json_text(event), name)
 
     def _told(self, name: str, response: str) -> str:
         """An event that tells the whole response, which is JSON already."""

@@ -5,7 +5,7 @@ import hashlib
 import importlib.metadata
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
 
@@ -29,9 +29,9 @@ from ..grammar.structured_outputs import GrammarChecker
 from ..observe.metrics import Metrics
 from ..text.fill_in_the_middle import FillInTheMiddle
 from ..text.message_format import MessageFormat
-from ..text.message_reader import MessageReader
 from ..text.tokenizer import Tokenizer
 from .answer_size import ENCODING_BYTES, check_answer_size, check_bytes
+from .asked import Asked
 from .generation import Sample, TextOptions
 from .protocol import ChoiceFields
 from .sampling import bad_word_ids, request_seed, sample_seed, sampling_params
@@ -216,35 +216,18 @@ class Service:
             return prompt
         return prompt[:limit] if fields.truncation_side == "right" else prompt[-limit:]
 
-    def samples(
-        self,
-        fields: ChoiceFields,
-        prompts: list[list[int]],
-        *,
-        param: str,
-        max_tokens: int,
-        logprobs: int | None,
-        told_of_prompts: Sequence[int | None],
-        key: str | None,
-        grammar: str | None = None,
-        predicted: Sequence[int] = (),
-        readers: Sequence[MessageReader] = (),
-        shown_special_ids: frozenset[int] = frozenset(),
-    ) -> list[Sample]:
-        """All samples of each prompt, prompt-major. `param` names the field the prompts came from;
-        `told_of_prompts` are numbers of alternatives, as in `check_answer_size`; `key` is the
-        digest of the API key; `predicted` is what `self.predicted` returned; `readers`, one a
-        sample, are for what its text says; `shown_special_ids` are part of the text in every case.
+    def samples(self, asked: Asked) -> list[Sample]:
+        """All samples of each prompt, prompt-major.
 
         Raises APIError for what the engine could never run.
         """
-        fields = self.sampling_defaults.fill(fields)
-        for prompt in prompts:
-            self._check_prompt(prompt, param=param, max_tokens=max_tokens)
+        fields, max_tokens = self.sampling_defaults.fill(asked.fields), asked.max_tokens
+        for prompt in asked.prompts:
+            self._check_prompt(prompt, param=asked.param, max_tokens=max_tokens)
         self.check_token_ids(fields.stop_token_ids, "stop_token_ids")
         self.check_token_ids(fields.logit_bias, "logit_bias")
         self.check_token_ids(fields.allowed_token_ids or (), "allowed_token_ids")
-        self._check_named(fields, logprobs)
+        self._check_named(fields, asked.logprobs)
         if fields.min_tokens > max_tokens:
             raise invalid_value(
                 "min_tokens",
@@ -256,7 +239,7 @@ class Service:
             detokenize=fields.detokenize,
             spaces_between_special=fields.spaces_between_special_tokens,
             skipped_ids=(
-                self.tokenizer.special_ids - shown_special_ids
+                self.tokenizer.special_ids - asked.shown_special_ids
                 if fields.skip_special_tokens
                 else frozenset()
             ),
@@ -265,26 +248,22 @@ class Service:
         bad_words = bad_word_ids(fields.bad_words, self.tokenizer)
         check_answer_size(
             self.settings.max_answer_bytes,
-            fields,
-            prompts,
-            max_tokens=max_tokens,
-            logprobs=len(fields.logprob_token_ids or ()) or logprobs,
-            told_of_prompts=told_of_prompts,
+            replace(asked, fields=fields),
             bad_words=bad_words,
-            num_predicted=len(predicted),
             max_drafts=self.engine_info.max_drafts,
         )
-        prompt_logprobs = max((num for num in told_of_prompts if num is not None), default=None)
         params = [
             sampling_params(
                 fields,
                 max_tokens=max_tokens,
-                logprobs=logprobs,
+                logprobs=asked.logprobs,
                 logprob_token_ids=tuple(fields.logprob_token_ids or ()),
-                prompt_logprobs=prompt_logprobs,
+                prompt_logprobs=max(
+                    (num for num in asked.prompt_logprobs if num is not None), default=None
+                ),
                 seed=sample_seed(seed, i),
                 bad_words=bad_words,
-                grammar=grammar,
+                grammar=asked.grammar,
             )
             for i in range(fields.num_samples)
         ]
@@ -294,19 +273,19 @@ class Service:
                 index,
                 NewRequest(
                     request_id=f"{unique}-{index}",
-                    prompt_token_ids=prompts[index // fields.num_samples],
+                    prompt_token_ids=asked.prompts[index // fields.num_samples],
                     params=params[index % fields.num_samples],
                     priority=fields.priority,
-                    cache_salt=self.cache_salt(fields, key),
+                    cache_salt=asked.salt,
                     returns_drafts=fields.speculation.trace,
                     reports_prompt=fields.return_progress and fields.stream,
-                    predicted_token_ids=list(predicted),
+                    predicted_token_ids=list(asked.predicted),
                 ),
                 self.tokenizer,
                 options,
-                readers[index] if readers else None,
+                asked.readers[index] if asked.readers else None,
             )
-            for index in range(len(prompts) * fields.num_samples)
+            for index in range(len(asked.prompts) * fields.num_samples)
         ]
 
     def _check_named(self, fields: ChoiceFields, logprobs: int | None) -> None:

@@ -58,12 +58,12 @@ def server_sent(data: str, name: str | None = None) -> str:
     return f"data: {data}\n\n" if name is None else f"event: {name}\ndata: {data}\n\n"
 
 
-def obfuscation(event: bytes) -> str:
+def obfuscation(event: str) -> str:
     """Text that makes events about the same size, which hides how many tokens a step brought.
 
     It is random, since compression would remove equal characters.
     """
-    num_chars = -len(event) % OBFUSCATION_BLOCK_BYTES
+    num_chars = -len(event.encode()) % OBFUSCATION_BLOCK_BYTES
     return secrets.token_hex(num_chars // 2 + 1)[:num_chars]
 
 

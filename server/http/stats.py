@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated
@@ -15,6 +14,7 @@ from outrider.engine.processes.client import EngineClient
 
 from ..api.protocol import APIResponse
 from ..base.errors import APIError
+from ..base.json_text import json_text
 from ..base.streaming import EventStream, server_sent
 from ..observe.metrics import Metrics
 from .middleware import Gate
@@ -91,7 +91,7 @@ def add_stats_route(router: APIRouter, client: EngineClient, metrics: Metrics, g
         return
 
     async def failed(error: APIError) -> str:
-        return server_sent(json.dumps(error.body()))
+        return server_sent(json_text(error.body()))
 
     @router.get(
         "/stats/stream",
