@@ -30,8 +30,8 @@ _MOST_DRAFT_TOKENS = ((64_000, 32_000), (16_000, 8_192))  # (vocabulary above, m
 
 def check_target(config: PreTrainedConfig) -> None:
     """Refuse a target that is not of Llama's form, which a head takes over."""
-    told = config.get_text_config()
-    missing = [name for name in _FROM_TARGET if getattr(told, name, None) is None]
+    of_text = config.get_text_config()
+    missing = [name for name in _FROM_TARGET if getattr(of_text, name, None) is None]
     if missing:
         raise DistillError(
             f"kind: no head can be made for a {config.model_type}, whose config has no "
@@ -63,14 +63,14 @@ class HeadModule(nn.Module):
     def __init__(self, target: PreTrainedModel, target_ids: Tensor, boundaries: tuple[int, ...]):
         """Shape: target_ids [V'], the target's id of each drafted token."""
         super().__init__()
-        told = target.config.get_text_config()
+        of_text = target.config.get_text_config()
         self.device = target.device
         self.boundaries = boundaries
-        self.num_heads, self.num_kv_heads = told.num_attention_heads, told.num_key_value_heads
-        self.head_dim = getattr(told, "head_dim", None) or told.hidden_size // self.num_heads
-        self.eps = told.rms_norm_eps
-        self.rope_theta = float(told.rope_parameters.get("rope_theta") or 10000.0)
-        width, inner = told.hidden_size, told.intermediate_size
+        self.num_heads, self.num_kv_heads = of_text.num_attention_heads, of_text.num_key_value_heads
+        self.head_dim = getattr(of_text, "head_dim", None) or of_text.hidden_size // self.num_heads
+        self.eps = of_text.rms_norm_eps
+        self.rope_theta = float(of_text.rope_parameters.get("rope_theta") or 10000.0)
+        width, inner = of_text.hidden_size, of_text.intermediate_size
 
         def linear(num_inputs: int, num_outputs: int) -> nn.Linear:
             made = nn.Linear(num_inputs, num_outputs, bias=False)
@@ -172,7 +172,7 @@ class HeadModule(nn.Module):
 
     def export(self, target: PreTrainedModel, folder: Path) -> None:
         """Save it in the form that vLLM and SGLang read: flat config, weights in bfloat16."""
-        told = target.config.get_text_config()
+        of_text = target.config.get_text_config()
         folder.mkdir(parents=True, exist_ok=True)
         ids = self.get_buffer("target_ids").cpu()
         vocab_size = len(self._embedding[0])
@@ -183,8 +183,8 @@ class HeadModule(nn.Module):
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "hidden_size": told.hidden_size,
-            "intermediate_size": told.intermediate_size,
+            "hidden_size": of_text.hidden_size,
+            "intermediate_size": of_text.intermediate_size,
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
@@ -198,8 +198,8 @@ class HeadModule(nn.Module):
             "tie_word_embeddings": False,
             "attention_bias": False,
             "mlp_bias": False,
-            "bos_token_id": told.bos_token_id,
-            "eos_token_id": told.eos_token_id,
+            "bos_token_id": of_text.bos_token_id,
+            "eos_token_id": of_text.eos_token_id,
             "eagle_aux_hidden_state_layer_ids": list(self.boundaries),
             "eagle_config": {"use_aux_hidden_state": True},
             "torch_dtype": "bfloat16",

@@ -81,15 +81,15 @@ def read(
         positions = torch.from_numpy(starts_np[batch]).to(device)[:, None] + offsets
         is_token = offsets < lengths[:, None]
         ids = lessons.token_ids[positions.clamp_max(num_tokens - 1)].long()
-        told = target(ids, use_cache=False, output_hidden_states=bool(boundaries))
-        logits = told.logits.flatten(0, 1)
+        outputs = target(ids, use_cache=False, output_hidden_states=bool(boundaries))
+        logits = outputs.logits.flatten(0, 1)
         top, top_ids = logits.topk(num_top, dim=-1)
         log_probs = top.float() - log_sum(logits)
         is_row = is_token.flatten()
         lessons.top_ids[positions[is_token]] = top_ids[is_row].int()
         lessons.top_log_probs[positions[is_token]] = log_probs[is_row].bfloat16()
         if lessons.states is not None:
-            states = torch.stack([told.hidden_states[b] for b in boundaries], 2)
+            states = torch.stack([outputs.hidden_states[b] for b in boundaries], 2)
             lessons.states[positions[is_token]] = states[is_token]
         done += len(batch)
         report(done, len(by_length))

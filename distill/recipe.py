@@ -113,45 +113,45 @@ class Recipe:
     head_steps: int = 3  # steps of the training-time test: drafts in a row
 
     @staticmethod
-    def of(device: str, **told: Any) -> "Recipe":
+    def of(device: str, **given: Any) -> "Recipe":
         """A recipe with batch sizes that suit the device."""
-        if told.get("kind") == "eagle3":
+        if given.get("kind") == "eagle3":
             # A head starts out from parts of the target, and computes each row head_steps times.
-            told = {"learning_rate": 2e-3, "micro_batch_rows": 4 if device != "cpu" else 1} | told
+            given = {"learning_rate": 2e-3, "micro_batch_rows": 4 if device != "cpu" else 1} | given
         if device.startswith("cuda"):
-            told = {
+            given = {
                 "conversations_per_shard": 1024,
                 "micro_batch_rows": 16,
                 "reading_tokens": 16384,
                 "batch_tokens": 65536,
-            } | told
-        return Recipe(device=device, **told)
+            } | given
+        return Recipe(device=device, **given)
 
     def of_text(self) -> dict[str, Any]:
         """The settings that decide how the text comes out."""
-        told = asdict(self)
-        return {name: told[name] for name in _OF_TEXT} | {"target": Path(self.target).name}
+        given = asdict(self)
+        return {name: given[name] for name in _OF_TEXT} | {"target": Path(self.target).name}
 
     @staticmethod
     def load(path: Path) -> "Recipe":
         """Of the fields in a JSON object; raises DistillError."""
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            given = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DistillError(f"cannot read the recipe {path}: {error}") from None
-        if not isinstance(told, dict):
+        if not isinstance(given, dict):
             raise DistillError(f"the recipe {path} is no JSON object")
         allowed = get_type_hints(Recipe)
-        if unknown := told.keys() - allowed.keys():
+        if unknown := given.keys() - allowed.keys():
             names = ", ".join(sorted(unknown))
             raise DistillError(f"{path} has {names}; a recipe may have {', '.join(allowed)}")
         for name, hint in allowed.items():
-            if name in told and not _is_one(told[name], hint):
+            if name in given and not _is_one(given[name], hint):
                 kind = hint.__name__ if isinstance(hint, type) else str(hint)
-                raise DistillError(f"{path}: {name} is {told[name]!r}; it is of {kind}")
-        if missing := {"target", "out"} - told.keys():
+                raise DistillError(f"{path}: {name} is {given[name]!r}; it is of {kind}")
+        if missing := {"target", "out"} - given.keys():
             raise DistillError(f"{path} lacks {' and '.join(sorted(missing))}")
-        return Recipe.of(told.pop("device", "cpu"), **told)
+        return Recipe.of(given.pop("device", "cpu"), **given)
 
 
 def _is_one(value: object, hint: Any) -> bool:

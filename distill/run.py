@@ -47,7 +47,7 @@ def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
     budget = Budget.parse(recipe.budget)
     Size.parse(recipe.size)
     _check(recipe, out)
-    with _ended_as_by_ctrl_c(), _disk_errors_told(out), _alone(work):
+    with _ended_as_by_ctrl_c(), _disk_errors_shown(out), _alone(work):
         extent_path = work / EXTENT_FILE
         _keep(
             asdict(recipe) | {"version": _VERSION},
@@ -189,12 +189,12 @@ def _finish(recipe: Recipe, extent: Extent, folder: Path, held_out: HeldOut) -> 
 
 
 @contextlib.contextmanager
-def _disk_errors_told(out: Path) -> Iterator[None]:
+def _disk_errors_shown(out: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # safetensors and torch.save have their own error types: only the message tells, if need be
-        # that of the error behind theirs.
+        # safetensors and torch.save have their own error types: only the message shows it,
+        # if need be that of the error behind theirs.
         words = "".join(traceback.format_exception(error))
         if "No space left on device" in words or "Disk quota exceeded" in words:
             free_mb = shutil.disk_usage(out.parent).free // 10**6

@@ -138,7 +138,7 @@ class Trainer:
             "draft": self.draft.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
-        # To a path, torch would write without telling why it failed.
+        # To a path, torch would fail without a reason.
         with whole_file(path) as scratch, scratch.open("wb") as file:
             torch.save(state, file)
 

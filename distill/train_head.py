@@ -27,9 +27,9 @@ def kept_states(recipe: Recipe, target: PreTrainedModel, num_tokens: int) -> tup
     """
     if recipe.kind != "eagle3":
         return ()
-    told = target.config.get_text_config()
-    boundaries = default_boundaries(told.num_hidden_layers)
-    num_bytes = num_tokens * len(boundaries) * told.hidden_size * target.dtype.itemsize
+    of_text = target.config.get_text_config()
+    boundaries = default_boundaries(of_text.num_hidden_layers)
+    num_bytes = num_tokens * len(boundaries) * of_text.hidden_size * target.dtype.itemsize
     return boundaries if num_bytes < _room(target.device) * _STATES_SHARE else ()
 
 
@@ -67,14 +67,14 @@ class HeadTrainer(Trainer):
         for i, logits in enumerate(logits_of):
             at = slice(i + 1, i + 1 + length)
             # Not of the conversation that starts in between, nor of what users type.
-            is_told = (owner[:, at] == owner[:, :length]) & lessons.is_answered[rows[:, at]]
-            positions = rows[:, at][is_told]
+            is_taught = (owner[:, at] == owner[:, :length]) & lessons.is_answered[rows[:, at]]
+            positions = rows[:, at][is_taught]
             top_ids, top_log_probs = self._drafted(
                 lessons.top_ids[positions], lessons.top_log_probs[positions]
             )
-            told = torch.nn.functional.pad(logits[is_told], (0, 1), value=_NOWHERE)
+            taught = torch.nn.functional.pad(logits[is_taught], (0, 1), value=_NOWHERE)
             loss = loss + mean_divergence(
-                divergence, top_ids, top_log_probs, told, share * _DECAY**i
+                divergence, top_ids, top_log_probs, taught, share * _DECAY**i
             )
         loss.backward()
         return loss.detach()
@@ -125,12 +125,12 @@ class HeadTrainer(Trainer):
             for i, logits in enumerate(logits_of):
                 first = start + i + 1
                 at = torch.arange(first, first + logits.shape[1], device=self.device)
-                is_told = lessons.is_answered[at]
-                at, told = at[is_told], logits[0][is_told]
+                is_taught = lessons.is_answered[at]
+                at, taught = at[is_taught], logits[0][is_taught]
                 top_ids = lessons.top_ids[at].long()
                 place = self._place[top_ids]
-                q = torch.nn.functional.pad(told.float().softmax(-1), (0, 1)).gather(1, place)
-                sums[i, 0] += (ids[told.argmax(-1)] == top_ids[:, 0]).sum()
+                q = torch.nn.functional.pad(taught.float().softmax(-1), (0, 1)).gather(1, place)
+                sums[i, 0] += (ids[taught.argmax(-1)] == top_ids[:, 0]).sum()
                 sums[i, 1] += torch.minimum(lessons.top_log_probs[at].float().exp(), q).sum()
                 sums[i, 2] += len(at)
         first_draft, *later = (sums[:, :2] / sums[:, 2:].clamp_min(1)).tolist()

@@ -22,7 +22,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
-INLINE_LOGPROBS = 64  # an answer that tells of more is written off the event loop
+INLINE_LOGPROBS = 64  # an answer that lists more is written off the event loop
 
 
 class Answer(ABC):
@@ -44,7 +44,7 @@ class Answer(ABC):
         self._generation: Generation | None = None
         self._include_trace = body.speculation.trace
         self._steps: list[TracedStep] = []  # of an answer made of events
-        self._num_steps_told = 0
+        self._num_steps_reported = 0
         self._ids_as_texts = body.return_tokens_as_token_ids
         self._num_prompt_tokens = sum(map(len, self._prompts))
         # For each sequence, so far: all its tokens, and the tokens of its reasoning.
@@ -131,10 +131,10 @@ class Answer(ABC):
     def _metrics(self) -> RequestMetrics | None:
         """Times, and how many drafts were accepted, as far as asked for; None if there is nothing
         to report."""
-        told: dict[str, Any] = {}
+        reported: dict[str, Any] = {}
         times = self._generation.times if self._generation is not None else None
         if self._include_times and times is not None:
-            told = {
+            reported = {
                 "time_to_first_token_ms": _milliseconds(times.first_token_s),
                 "generation_time_ms": _milliseconds(times.generation_s),
                 "queue_time_ms": _milliseconds(times.queue_s),
@@ -144,8 +144,8 @@ class Answer(ABC):
         if self._include_drafts:
             k = self._service.engine_info.max_drafts
             drafts = speculation_metrics([sample.acceptance for sample in self._samples], k)
-            told |= {"speculative_decoding": drafts} if drafts else {}
-        return RequestMetrics(**told) if told else None
+            reported |= {"speculative_decoding": drafts} if drafts else {}
+        return RequestMetrics(**reported) if reported else None
 
     def _trace(self, delta: Delta) -> list[TracedStep]:
         """The steps that the delta came in, if they were asked for."""
@@ -158,17 +158,17 @@ class Answer(ABC):
         """The events of a delta, the last of them with the steps that brought it, and those before
         that brought no event."""
         self._steps += self._trace(delta)
-        told = list(events)
-        if told:
-            name, fields = told[-1]
-            told[-1] = name, fields | self._untold_trace()
-        return told
+        reported = list(events)
+        if reported:
+            name, fields = reported[-1]
+            reported[-1] = name, fields | self._unreported_trace()
+        return reported
 
-    def _untold_trace(self) -> dict[str, Any]:
+    def _unreported_trace(self) -> dict[str, Any]:
         if not self._include_trace:
             return {}
-        steps = self._steps[self._num_steps_told :]
-        self._num_steps_told = len(self._steps)
+        steps = self._steps[self._num_steps_reported :]
+        self._num_steps_reported = len(self._steps)
         return {"trace": [step.model_dump() for step in steps]}
 
     def _facts(self, generation: Generation) -> dict[str, float]:

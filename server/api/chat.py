@@ -67,8 +67,8 @@ class _ChatAnswer(ChoicesAnswer):
 
     def _choices(self, delta: Delta, *, first: bool) -> Sequence[ChatChoice | ChatChunkChoice]:
         if first and self._prompt_logprobs_asked is not None:
-            told = self._prompt_logprobs(delta, self._prompt_logprobs_asked)
-            self._head["prompt_logprobs"] = told
+            reported = self._prompt_logprobs(delta, self._prompt_logprobs_asked)
+            self._head["prompt_logprobs"] = reported
         said = self._said(delta.index, delta.parts)
         if first and self._echoed:
             said.insert(0, {"content": self._echoed})

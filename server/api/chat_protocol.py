@@ -125,7 +125,7 @@ class ChatCompletionRequest(ChoiceFields, ChatFields):
     top_logprobs: NumLogprobs = 0
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    include_reasoning: bool = True  # if reasoning can be told from content
+    include_reasoning: bool = True  # if reasoning can be separated from content
     echo: bool = False
     reasoning_effort: str | None = None
 
@@ -137,12 +137,12 @@ class ChatCompletionRequest(ChoiceFields, ChatFields):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+        variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
-            told["reasoning_effort"] = self.reasoning_effort
+            variables["reasoning_effort"] = self.reasoning_effort
         if self.reasoning_effort == "none":
-            told["enable_thinking"] = False
-        return told | self.chat_template_kwargs
+            variables["enable_thinking"] = False
+        return variables | self.chat_template_kwargs
 
 
 # An answer may have hundreds of thousands of these: a pydantic model takes ten times the memory.

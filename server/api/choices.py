@@ -77,7 +77,7 @@ class ChoicesAnswer(Answer):
                 chunk.prompt_progress = delta.progress
                 yield self._event(chunk)
                 continue
-            # Each delta has the prompt's logprobs, but only a choice's first chunk tells them.
+            # Each delta has the prompt's logprobs, but only a choice's first chunk reports them.
             num_logprobs = 0 if delta.index in self._begun else len(delta.prompt_logprobs)
             choices = await self._written(num_logprobs, self._next_choices, delta)
             for choice in choices[:-1]:
@@ -138,11 +138,11 @@ class ChoicesAnswer(Answer):
     def _prompt_logprobs(self, delta: Delta, num_top: int) -> PromptLogprobs:
         """The prompt's tokens, each with its best alternatives; the first token has none."""
         prompt = self._prompts[delta.index // self._n]
-        told: PromptLogprobs = [None]
+        entries: PromptLogprobs = [None]
         for token_id, entry in zip(prompt[1:], delta.prompt_logprobs, strict=True):
             ranked = [(token_id, entry.logprob, entry.rank or 0)]
             ranked += [(i, lp, rank) for rank, (i, lp) in enumerate(entry.top[:num_top], start=1)]
-            told.append(
+            entries.append(
                 {
                     i: PromptLogprob(
                         logprob=max(logprob, MIN_LOGPROB),
@@ -152,7 +152,7 @@ class ChoicesAnswer(Answer):
                     for i, logprob, rank in ranked
                 }
             )
-        return told
+        return entries
 
     def _chunk_of(self, choice: APIResponse) -> GenerationResponse:
         chunk = self._answer([choice])

@@ -36,15 +36,15 @@ class JSONRoute(APIRoute):
                 body = await _body(request, kind)
             except ClientDisconnect:
                 return Response(status_code=499)  # nobody reads it
-            told = await self.endpoint(body=body, request=request)
+            answer = await self.endpoint(body=body, request=request)
             del body
-            if isinstance(told, Answer):
-                request.state.held.keep(told.kept_bytes, body=told.keeps_body)
-                return await told.respond(request)
-            if isinstance(told, APIResponse):
-                return Response(told.to_json(), media_type="application/json")
-            assert isinstance(told, Response)
-            return told
+            if isinstance(answer, Answer):
+                request.state.held.keep(answer.kept_bytes, body=answer.keeps_body)
+                return await answer.respond(request)
+            if isinstance(answer, APIResponse):
+                return Response(answer.to_json(), media_type="application/json")
+            assert isinstance(answer, Response)
+            return answer
 
         return handle
 

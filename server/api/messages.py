@@ -90,7 +90,7 @@ class _MessagesAnswer(Answer):
         }
         if (metrics := self._metrics) is not None:
             last["metrics"] = metrics.model_dump(exclude_unset=True)
-        yield _event("message_delta", **last, **self._untold_trace())
+        yield _event("message_delta", **last, **self._unreported_trace())
         yield _event("message_stop")
 
     async def _whole(self, generation: Generation) -> str:

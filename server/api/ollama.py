@@ -207,7 +207,7 @@ def add_ollama_routes(router: APIRouter, service: Service) -> None:
         capabilities = ["completion", *(["tools"] if has_template else [])]
         if has_template and service.message_format.has_reasoning:
             capabilities.append("thinking")
-        told = {
+        shown = {
             "modified_at": started,
             "template": service.tokenizer.info["chat_template"] or "",
             "details": _DETAILS,
@@ -217,7 +217,7 @@ def add_ollama_routes(router: APIRouter, service: Service) -> None:
                 "outrider.context_length": service.engine_info.max_model_len,
             },
         }
-        return JSONResponse(told)
+        return JSONResponse(shown)
 
     @router.get("/version")
     async def version() -> dict[str, str]:

@@ -30,7 +30,7 @@ class Running(Protocol):
 
     key: str | None  # as of a stored one
 
-    def told(self) -> str:
+    def as_json(self) -> str:
         """Its JSON, as far as it has come."""
 
     async def cancel(self) -> None:

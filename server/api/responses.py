@@ -113,7 +113,7 @@ class _ResponsesAnswer(Answer):
         keeper: Keeper | None,
     ) -> None:
         super().__init__(service, chat, samples)
-        self._asked = _told_again(body)
+        self._asked = _repeated(body)
         self._keeper = keeper  # None: the response is not kept
         self._obfuscates = body.stream_options.include_obfuscation
         self._with_logprobs = body.wants_logprobs
@@ -133,7 +133,7 @@ class _ResponsesAnswer(Answer):
         generation, held = await self._start(), http.state.held.pass_on()
         running = _Background(self, self._id, self._keeper, generation, held)
         await asyncio.sleep(0)  # it begins: a task that has not begun would end without a trace
-        return Response(running.told(), media_type="application/json")
+        return Response(running.as_json(), media_type="application/json")
 
     async def finish_in_background(self, generation: Generation) -> None:
         """Generate to the end, whatever that is; the response is kept."""
@@ -152,13 +152,13 @@ class _ResponsesAnswer(Answer):
             self._service.metrics.observe(facts | {"duration_s": time.perf_counter() - start_s})
         await self._finish()
 
-    def told(self) -> str:
+    def as_json(self) -> str:
         """The response as JSON, as far as it has come."""
         return self._response().to_json()
 
     async def _events(self, generation: Generation) -> AsyncIterator[str]:
         for name in ("created", "in_progress"):
-            yield self._told(name, self._response().to_json())
+            yield self._whole_event(name, self._response().to_json())
         async for delta in generation:
             if delta.progress is not None:
                 progress = {"prompt_progress": delta.progress.model_dump()}
@@ -168,8 +168,8 @@ class _ResponsesAnswer(Answer):
                     yield await self._written(self._num_logprobs, self._event, name, fields)
                 else:
                     yield self._event(name, fields)
-        told = await self._finish()
-        yield await self._written(self._num_logprobs, self._told, self._status, told)
+        response = await self._finish()
+        yield await self._written(self._num_logprobs, self._whole_event, self._status, response)
 
     async def _whole(self, generation: Generation) -> str:
         async for delta in generation:
@@ -189,8 +189,8 @@ class _ResponsesAnswer(Answer):
 
     async def _failed(self, error: APIError) -> str:
         self._fail(error)
-        told = await self._written(self._num_logprobs, self._response().to_json)
-        return await self._written(self._num_logprobs, self._told, "failed", told)
+        response = await self._written(self._num_logprobs, self._response().to_json)
+        return await self._written(self._num_logprobs, self._whole_event, "failed", response)
 
     def _added(self, delta: Delta) -> Iterator[Event]:
         """Add to the output; returns the events that report it."""
@@ -207,11 +207,11 @@ class _ResponsesAnswer(Answer):
     async def _finish(self) -> str:
         """The response as JSON; it is kept, too."""
         response = self._response()
-        told = await self._written(self._num_logprobs, response.to_json)
+        json = await self._written(self._num_logprobs, response.to_json)
         if (keeper := self._keeper) is not None:
-            kept = response.id, told, response.output
+            kept = response.id, json, response.output
             keeper.keep(await self._written(self._num_logprobs, keeper.stored, *kept))
-        return told
+        return json
 
     @property
     def _num_logprobs(self) -> int:
@@ -221,9 +221,9 @@ class _ResponsesAnswer(Answer):
 
     def _logprobs(self, part: Part) -> list[dict[str, Any]]:
         """Those of the tokens that a text came from; earlier tokens have no text of their own."""
-        told: list[dict[str, Any]] = []
+        entries: list[dict[str, Any]] = []
         if not isinstance(part, Text):
-            return told
+            return entries
         start = part.end - len(part.text)
         while self._tokens and self._tokens[0].text_offset < part.end:
             token = self._tokens.popleft()
@@ -232,8 +232,8 @@ class _ResponsesAnswer(Answer):
                 continue
             assert token.logprobs is not None  # they were asked for
             top = [self._entry(token_id, logprob) for token_id, logprob in token.logprobs.top]
-            told.append(self._entry(token.id, token.logprobs.logprob) | {"top_logprobs": top})
-        return told
+            entries.append(self._entry(token.id, token.logprobs.logprob) | {"top_logprobs": top})
+        return entries
 
     def _event(self, name: str, fields: dict[str, Any]) -> str:
         event = {"type": name, "sequence_number": self._next_number(), **fields}
@@ -242,8 +242,8 @@ class _ResponsesAnswer(Answer):
             event["obfuscation"] = obfuscation(json_text(event))
         return server_sent(json_text(event), name)
 
-    def _told(self, name: str, response: str) -> str:
-        """An event that tells the whole response, which is JSON already."""
+    def _whole_event(self, name: str, response: str) -> str:
+        """An event with the whole response, which is JSON already."""
         head = f'"type": "response.{name}", "sequence_number": {self._next_number()}'
         return server_sent(f'{{{head}, "response": {response}}}', f"response.{name}")
 
@@ -315,15 +315,15 @@ class _Background:
             held.hold(0)
             await generation.aclose()
 
-    def told(self) -> str:
-        return self._answer.told()
+    def as_json(self) -> str:
+        return self._answer.as_json()
 
     async def cancel(self) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
 
 
-def _told_again(body: ResponsesRequest) -> dict[str, Any]:
+def _repeated(body: ResponsesRequest) -> dict[str, Any]:
     """Fields of the request that the response repeats."""
     return {
         "instructions": body.instructions,

@@ -57,9 +57,9 @@ def sampling_defaults(source: str, target: Path) -> SamplingDefaults:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         name = ".".join(map(str, problem["loc"])) or "the whole"
-        told = f"{name} is {problem['input']!r}: {problem['msg']}"
+        reason = f"{name} is {problem['input']!r}: {problem['msg']}"
     except ValueError as error:
-        told = str(error)
+        reason = str(error)
     raise ModelError(
-        f"{file} cannot be used: {told}; --generation-config outrider starts without it"
+        f"{file} cannot be used: {reason}; --generation-config outrider starts without it"
     )

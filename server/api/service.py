@@ -146,7 +146,7 @@ class Service:
         if given is not None and given > most:
             raise invalid_value(
                 param,
-                f"{param} is {given}; this server tells of at most {most} alternatives "
+                f"{param} is {given}; this server reports at most {most} alternatives "
                 "(server.max_logprobs).",
             )
         return most if given == -1 else given

@@ -69,11 +69,11 @@ class Keeper:
         self.key = key
         self._in_background = in_background
 
-    def stored(self, response_id: str, told: str, output: list[dict[str, Any]]) -> StoredResponse:
+    def stored(self, response_id: str, shown: str, output: list[dict[str, Any]]) -> StoredResponse:
         """What is kept of the response with this JSON and these items of output."""
         return StoredResponse(
             id=response_id,
-            response=told.encode(),
+            response=shown.encode(),
             input_items=self._input_items,
             conversation=_joined(self._conversation, _json_of(_ITEMS.validate_python(output))),
             key=self.key,
@@ -101,8 +101,8 @@ def stored_response(store: ResponseStore, response_id: str, http: Request) -> Re
     if http.query_params.get("stream", "false") != "false":
         raise unsupported("stream", "Stored responses are not streamed: leave stream out.")
     running = store.get_running(response_id, request_key(http))
-    told = _kept(store, response_id, http).response if running is None else running.told()
-    return Response(told, media_type="application/json")
+    shown = _kept(store, response_id, http).response if running is None else running.as_json()
+    return Response(shown, media_type="application/json")
 
 
 async def cancel_response(store: ResponseStore, response_id: str, http: Request) -> Response:
@@ -137,13 +137,13 @@ def stored_input_items(
         start = next((at for at, (name, _) in enumerate(items, 1) if name == after), 0)
         if not start:
             raise invalid_value("after", f"The response has no input item {after[:80]!r}.")
-    told = items[start : start + limit]
+    shown = items[start : start + limit]
     page: dict[str, Any] = {
-        "first_id": told[0][0] if told else None,
-        "last_id": told[-1][0] if told else None,
+        "first_id": shown[0][0] if shown else None,
+        "last_id": shown[-1][0] if shown else None,
         "has_more": start + limit < len(items),
     }
-    data = b",".join(json for _, json in told)
+    data = b",".join(json for _, json in shown)
     body = b'{"object":"list","data":[%s],%s' % (data, to_json(page)[1:])
     return Response(body, media_type="application/json")
 
@@ -181,12 +181,12 @@ def _kept(
 
 def _input_item(item: Item) -> tuple[str, bytes]:
     """An item in the form in which it can be fetched later: with an id, and text as a part."""
-    told: dict[str, Any] = {"id": f"item_{uuid.uuid4().hex}", "type": "message"}
-    told |= item.model_dump(exclude_unset=True)
-    if isinstance(content := told.get("content"), str):
-        kind = "output_text" if told["role"] == "assistant" else "input_text"
-        told["content"] = [{"type": kind, "text": content}]
-    for part in told.get("content", ()):
+    shown: dict[str, Any] = {"id": f"item_{uuid.uuid4().hex}", "type": "message"}
+    shown |= item.model_dump(exclude_unset=True)
+    if isinstance(content := shown.get("content"), str):
+        kind = "output_text" if shown["role"] == "assistant" else "input_text"
+        shown["content"] = [{"type": kind, "text": content}]
+    for part in shown.get("content", ()):
         if part["type"] == "output_text":
             part.setdefault("annotations", [])
-    return str(told["id"]), to_json(told)
+    return str(shown["id"]), to_json(shown)

@@ -57,8 +57,8 @@ def _tool_call(value: dict[str, Any]) -> dict[str, Any]:
             None,
             "function",
         ):
-            told = {"arguments": arguments_of(function.get("arguments"))}
-            return {**rest, "type": "function", "function": function | told}
+            read = {"arguments": arguments_of(function.get("arguments"))}
+            return {**rest, "type": "function", "function": function | read}
     raise ValueError('expected {"id": …, "type": "function", "function": {"name": …, …}}')
 
 

@@ -18,7 +18,7 @@ Parts = TypeVar("Parts")
 
 
 def _kind(value: object) -> str | None:
-    """Tell the two apart, so that what is wrong is reported once, not once a kind."""
+    """Decide between the two first, so that what is wrong is reported once, not once a kind."""
     if isinstance(value, str):
         return "<text>"
     return "<list>" if isinstance(value, list) else None

@@ -191,7 +191,9 @@ def timed_out(timeout_s: float) -> APIError:
 def dead_end(message: str) -> APIError:
     """400: the request's own parameters leave no token that is allowed; a retry is useless."""
     field = _field_named_by(message)
-    param = None if field == "grammar" else field  # which of several fields the engine cannot tell
+    param = (
+        None if field == "grammar" else field
+    )  # which of several fields the engine does not know
     return APIError(400, message, code="no_token_left", param=param)
 
 
@@ -281,8 +283,8 @@ def _describe(problem: Mapping[str, Any]) -> tuple[str, str]:
     where = f"{cut(path.removeprefix('.'))}: " if path else ""
     given = problem.get("input")
     shown = isinstance(given, str | int | float) and problem["type"] != "missing"
-    told = f" ({problem['type']}; given: {cut(repr(given))})" if shown else ""
-    return f"{where}{message}", told
+    quoted = f" ({problem['type']}; given: {cut(repr(given))})" if shown else ""
+    return f"{where}{message}", quoted
 
 
 def _path(problem: Mapping[str, Any]) -> list[int | str]:

@@ -1,4 +1,4 @@
-"""Which API key a request carries: known by a digest, from which nobody can tell the key."""
+"""Which API key a request carries: known by a digest, which does not reveal the key."""
 
 import hashlib
 

@@ -58,8 +58,8 @@ OTHER_SAMPLERS: dict[str, tuple[object, str]] = {
 REFUSED = NEUTRAL_VALUES | {name: (off,) for name, (off, _) in OTHER_SAMPLERS.items()}
 # Parameters by which other servers are given a grammar.
 OTHER_GRAMMARS = frozenset({"ebnf", "grammar", "json_schema", "regex"})
-# OpenAI's own, about its accounts, records, caches and speed, and wishes that a model cannot be
-# told; and what has no meaning without a sampler that is refused.
+# OpenAI's own, about its accounts, records, caches and speed, and wishes that no model would
+# notice; and what has no meaning without a sampler that is refused.
 IGNORED = frozenset(
     {
         "dry_allowed_length",
@@ -115,8 +115,8 @@ def check_unknown_fields(body: Body, http: Request, refuse: bool) -> None:
         raise _refused(unknown[0])
     if unknown:
         http.state.unknown_fields = [field.path for field in unknown]
-        told = ", ".join(field.path + did_you_mean(field) for field in unknown)
-        log.info("unknown fields are ignored: %s, %s", told, http.state.request_id)
+        named = ", ".join(field.path + did_you_mean(field) for field in unknown)
+        log.info("unknown fields are ignored: %s, %s", named, http.state.request_id)
 
 
 def _refused(unknown: UnknownField) -> APIError:

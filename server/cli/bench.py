@@ -84,8 +84,8 @@ def bench_command(
             "it is not an Outrider server. -k 4 makes it draft, whatever that costs."
         )
     if json_file:
-        told = {"url": remote.url, "model": remote.model, "temperature": temperature}
-        json_file.write_text(json.dumps(told | {"loads": rows}, indent=2) + "\n")
+        about = {"url": remote.url, "model": remote.model, "temperature": temperature}
+        json_file.write_text(json.dumps(about | {"loads": rows}, indent=2) + "\n")
 
 
 def _row(at_once: int, plain: "Load", drafted: "Load") -> dict[str, Any]:

@@ -60,7 +60,7 @@ def chat_command(
         give_up(error, 1)
     options = {"temperature": temperature, "max_completion_tokens": max_tokens, "seed": seed}
     conversation = Conversation(remote, console, system, options, k)
-    console.print(f"{remote.model} at {remote.url}; /help tells what else to type", soft_wrap=True)
+    console.print(f"{remote.model} at {remote.url}; /help shows what else to type", soft_wrap=True)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (gives `input` a history)
     while True:

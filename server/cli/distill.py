@@ -7,7 +7,7 @@ import typer
 
 from outrider.distill.recipe import Divergence, Kind, Recipe
 
-from .errors import errors_told
+from .errors import errors_shown
 from .progress import ProgressDisplay
 
 
@@ -78,7 +78,7 @@ def distill_command(
     from ..models.resolve import resolve
 
     try:
-        with errors_told(), ProgressDisplay() as progress:
+        with errors_shown(), ProgressDisplay() as progress:
             recipe = Recipe.of(
                 resolve_device(device),
                 target=str(resolve(target, progress=progress)),

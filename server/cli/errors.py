@@ -22,7 +22,7 @@ def check_folders(*files: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def errors_told() -> Iterator[None]:
+def errors_shown() -> Iterator[None]:
     """Give up with status 1 on errors that a user can mend."""
     from outrider.distill.recipe import DistillError
     from outrider.engine.processes.client import EngineUnavailableError

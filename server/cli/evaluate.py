@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from .config import ConfigOption, DraftOption, ModelArgument, SetOption, chosen, settings_or_exit
-from .errors import check_folders, errors_told, give_up
+from .errors import check_folders, errors_shown, give_up
 from .progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -83,8 +83,10 @@ def evaluate_command(
     from ..models.pair import engine_config, prepare_pair, resolve_device
     from ..text.tokenizer import Tokenizer
 
-    with errors_told():
-        resolve_device(settings.target.device)  # a missing GPU is told before models are fetched
+    with errors_shown():
+        resolve_device(
+            settings.target.device
+        )  # a missing GPU is reported before models are fetched
         with ProgressDisplay() as progress:
             pair = prepare_pair(settings, progress)
             settings = pair.settings
@@ -98,24 +100,26 @@ def evaluate_command(
                 category: [_encode(tokenizer, text) for text in texts[:prompts_per_category]]
                 for category, texts in measure.held_out_prompts().items()
             }
-            told = engine_config(pair)
+            wanted = engine_config(pair)
             # Without a prefix cache, so that every repetition of a prompt computes the same.
-            cache = replace(told.cache, prefix_caching=told.cache.prefix_caching and check_exact)
-            told = replace(told, cache=cache)
+            cache = replace(
+                wanted.cache, prefix_caching=wanted.cache.prefix_caching and check_exact
+            )
+            wanted = replace(wanted, cache=cache)
             temperatures = temperature or [0.0, 0.8]
             if check_exact:
-                engine = Engine(told, progress)
+                engine = Engine(wanted, progress)
                 counted = partial(progress, "checking")
                 found = exactness.check(engine, prompts, temperatures, ks[1:], max_tokens, counted)
             else:
                 counted = partial(progress, "measuring")
                 step_timeout_s = settings.engine.step_timeout_s
-                served = ProcessEngine(told, progress, step_timeout_s=step_timeout_s)
+                served = ProcessEngine(wanted, progress, step_timeout_s=step_timeout_s)
                 info, tallies = asyncio.run(
                     _measured(served, prompts, temperatures, ks, max_tokens, counted)
                 )
     if check_exact:
-        typer.echo(exactness.told(found, lambda token_id: _text(tokenizer, token_id)))
+        typer.echo(exactness.describe(found, lambda token_id: _text(tokenizer, token_id)))
         raise typer.Exit(1 if found.differences else 0)
     draft = settings.draft.model if pair.draft else None
     title = f"{settings.target.model} + {draft or settings.speculation.proposer}"

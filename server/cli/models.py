@@ -9,7 +9,7 @@ from rich.table import Table
 from ..models import builtin, store
 from ..models.known_drafts import KNOWN_DRAFTS
 from .config import ConfigOption, SetOption, settings_or_exit
-from .errors import errors_told
+from .errors import errors_shown
 from .progress import ProgressDisplay
 
 models_app = typer.Typer(help="List, fetch, locate and remove models.", no_args_is_help=True)
@@ -29,7 +29,7 @@ def list_models() -> None:
     table.add_column("MODEL", no_wrap=True)
     table.add_column("SIZE", no_wrap=True, justify="right")
     table.add_column("WHAT IT IS")
-    with errors_told():
+    with errors_shown():
         stored = store.entries()
     for name in [*builtin.BUILTINS, *sorted(stored.keys() - builtin.BUILTINS.keys())]:
         entry = stored.get(name)
@@ -74,7 +74,7 @@ def fetch_models(
     from ..models.pair import prepare_pair
     from ..models.resolve import resolve
 
-    with errors_told(), ProgressDisplay() as progress:
+    with errors_shown(), ProgressDisplay() as progress:
         if model is not None:
             typer.echo(resolve(model, revision, progress=progress))
             return
@@ -89,7 +89,7 @@ def show_path(model: ModelArgument, revision: RevisionOption = None) -> None:
     """Print the directory of a model that is on this machine; fetches nothing."""
     from ..models.resolve import find
 
-    with errors_told():
+    with errors_shown():
         typer.echo(find(model, revision))
 
 
@@ -98,6 +98,6 @@ def remove_model(
     name: Annotated[str, typer.Argument(help="A name that `outrider models list` shows.")],
 ) -> None:
     """Delete a model from the store. For hub ids use `hf cache rm`."""
-    with errors_told():
+    with errors_shown():
         store.remove(name)
     typer.echo(f"removed {name}")

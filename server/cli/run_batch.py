@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from .config import ConfigOption, DraftOption, ModelArgument, SetOption, chosen, settings_or_exit
-from .errors import errors_told
+from .errors import errors_shown
 from .progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run_batch_command(
     """
     config, named = chosen(model, draft, config)
     settings = settings_or_exit(config, assignments, named)
-    with errors_told(), _opened("--input", input_file) as given:
+    with errors_shown(), _opened("--input", input_file) as given:
         _check_output(output_file, given)
         num_done, num_failed = asyncio.run(_run(settings, given, output_file))
     typer.echo(f"{num_done} requests, {num_failed} of them failed", err=True)

@@ -81,10 +81,10 @@ def nvidia_driver() -> str | None:
         return None
     query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return told.stdout.strip().partition("\n")[0] or None
+    return found.stdout.strip().partition("\n")[0] or None
 
 
 def gpu(device: str) -> Finding:

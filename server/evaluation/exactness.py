@@ -130,7 +130,7 @@ def _difference(
     return [Difference(*where, i, first, other)]
 
 
-def told(exactness: Exactness, text_of: Callable[[int], str]) -> str:
+def describe(exactness: Exactness, text_of: Callable[[int], str]) -> str:
     """The result in words: everything is equal, or the first difference."""
     num_answers, differences = exactness.num_answers, exactness.differences
     if not differences:

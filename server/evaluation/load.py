@@ -117,13 +117,13 @@ async def _ask(client: httpx.AsyncClient, remote: Remote, body: dict[str, Any], 
                     first_s = first_s or last_s
                 if usage := chunk.get("usage"):
                     num_tokens = usage["completion_tokens"]
-                if told := (chunk.get("metrics") or {}).get("speculative_decoding"):
-                    load.num_drafts += told["num_draft_tokens"]
-                    load.num_accepted += told["num_accepted_draft_tokens"]
+                if drafts := (chunk.get("metrics") or {}).get("speculative_decoding"):
+                    load.num_drafts += drafts["num_draft_tokens"]
+                    load.num_accepted += drafts["num_accepted_draft_tokens"]
     except httpx.HTTPError as error:
         raise unreachable(remote.url, error) from None
     if not num_tokens:
-        raise RemoteError(f"{remote.url} does not tell how many tokens its answers have (usage)")
+        raise RemoteError(f"{remote.url} does not report how many tokens its answers have (usage)")
     load.num_tokens += num_tokens
     load.first_token_s.append(first_s - started_s)
     if num_tokens > 1:

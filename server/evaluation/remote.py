@@ -62,11 +62,11 @@ def unreachable(url: str, error: Exception) -> RemoteError:
 def refusal(url: str, response: httpx.Response) -> RemoteError:
     """What an answer that is not a success says; it has been read."""
     try:
-        told = response.json()["error"]["message"]
+        message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        told = response.content.decode(errors="replace")[:200]
+        message = response.content.decode(errors="replace")[:200]
     hint = "; give --api-key, or set OUTRIDER_API_KEY" if response.status_code == 401 else ""
-    return RemoteError(f"{url} answers {response.status_code}: {told}{hint}")
+    return RemoteError(f"{url} answers {response.status_code}: {message}{hint}")
 
 
 def has_tokens(choice: dict[str, Any]) -> bool:

@@ -41,7 +41,7 @@ class ApiKeys:
         else:
             scope.setdefault("state", {})["only_probes"] = True
             if header or not is_open:
-                self._tell(scope, "wrong" if header else "missing")
+                self._report(scope, "wrong" if header else "missing")
         if digest is not None or is_open:
             await self._app(scope, receive, send)
             return
@@ -54,7 +54,7 @@ class ApiKeys:
         )
         await error.response(scope)(scope, receive, send)
 
-    def _tell(self, scope: Scope, reason: str) -> None:
+    def _report(self, scope: Scope, reason: str) -> None:
         self._metrics.failed_keys.labels(reason).inc()
         client, _ = scope.get("client") or ("an unknown address", 0)
         path = cut(scope["raw_path"].decode("latin-1"))

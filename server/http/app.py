@@ -308,11 +308,11 @@ def _status_routes(service: Service, gate: Gate, pair: Settings) -> APIRouter:
             return JSONResponse({"status": "draining"}, 503)
         if client.state == "ready":
             return JSONResponse({"status": "ok"})
-        told: dict[str, str] = {"status": client.state}
+        report: dict[str, str] = {"status": client.state}
         # It may name files, and quote exceptions. Whoever may ask the model gets it as an error.
         if not getattr(request.state, "only_probes", False):
-            told["reason"] = client.status_reason or ""
-        return JSONResponse(told, 503)
+            report["reason"] = client.status_reason or ""
+        return JSONResponse(report, 503)
 
     @router.get("/live", response_model=Health, responses={503: {"model": Health}})
     async def live() -> JSONResponse:

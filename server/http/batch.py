@@ -74,44 +74,44 @@ async def answer_lines(
 
 async def _next_line(file: IO[bytes]) -> bytes:
     """The next line, which a pipe may be slow to give; nothing at the end."""
-    told: concurrent.futures.Future[bytes] = concurrent.futures.Future()
-    told.set_running_or_notify_cancel()
+    line_read: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+    line_read.set_running_or_notify_cancel()
 
     def read() -> None:
         try:
-            told.set_result(file.readline())
+            line_read.set_result(file.readline())
         except OSError as error:
-            told.set_exception(error)
+            line_read.set_exception(error)
 
     # Not asyncio's own threads: the process could not end before such a thread has read its line.
     threading.Thread(target=read, daemon=True).start()
-    return await asyncio.wrap_future(told)
+    return await asyncio.wrap_future(line_read)
 
 
 async def _answer(http: httpx.AsyncClient, engine: EngineClient, line: bytes) -> dict[str, Any]:
-    told: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": None}
-    told |= {"response": None, "error": None}
+    result: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": None}
+    result |= {"response": None, "error": None}
     try:
         request = BatchLine.model_validate_json(line)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, problem["loc"]))
         message = f"{place}: {problem['msg']}".removeprefix(": ")
-        return told | {"custom_id": _id_of(line), "error": _invalid_line(message)}
-    told["custom_id"] = request.custom_id
+        return result | {"custom_id": _id_of(line), "error": _invalid_line(message)}
+    result["custom_id"] = request.custom_id
     for name in ("stream", "background"):
         if request.body.get(name):
-            return told | {"error": _invalid_line(f"{name}: a batch is answered as a whole")}
+            return result | {"error": _invalid_line(f"{name}: a batch is answered as a whole")}
     try:
         reply = await _reply(http, engine, request)
     except (ValueError, httpx.InvalidURL) as error:  # ValueError: NaN is no JSON
-        return told | {"error": _invalid_line(f"this cannot be sent: {error}")}
+        return result | {"error": _invalid_line(f"this cannot be sent: {error}")}
     response = {
         "status_code": reply.status_code,
         "request_id": reply.headers.get("x-request-id"),
         "body": reply.json(),
     }
-    return told | {"response": response}
+    return result | {"response": response}
 
 
 async def _reply(

@@ -130,8 +130,8 @@ class Observe:
             }
             if reason := scope["state"].get("reason"):
                 facts["reason"] = cut(reason, MAX_REASON_CHARS)
-            if tell := scope["state"].get("facts"):
-                facts |= tell()
+            if facts_of := scope["state"].get("facts"):
+                facts |= facts_of()
                 self._metrics.observe(facts)
             log.info(access_line(facts), extra={"facts": facts})
             if self._trace is not None:

@@ -19,7 +19,7 @@ from ..base.streaming import EventStream, server_sent
 from ..observe.metrics import Metrics
 from .middleware import Gate
 
-# How long all streams tell the same numbers, and how often each looks whether the server leaves.
+# How long all streams report the same numbers, and how often each looks whether the server leaves.
 TICK_S = 0.1
 
 _LATENCIES = {

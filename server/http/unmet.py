@@ -66,8 +66,8 @@ def _refusal(app: FastAPI, scope: Scope, error: HTTPException) -> APIError:
     served = f"Served are {', '.join([*OPERATIONS, '/v1/models'])}; /openapi.json lists all routes."
     for prefix, wanted in NOT_SERVED.items():
         if f"{path}/".startswith(f"{prefix}/"):
-            told = f"This server has no {wanted}. {served}"
-            return APIError(404, told, code="not_found")
+            message = f"This server has no {wanted}. {served}"
+            return APIError(404, message, code="not_found")
     if error.status_code == 405:
         methods = ", ".join(_methods(app, scope))
         return APIError(
@@ -79,8 +79,8 @@ def _refusal(app: FastAPI, scope: Scope, error: HTTPException) -> APIError:
     if path.startswith("/v1/"):
         return APIError(404, f"There is no {cut(path)} here. {served}", code="not_found")
     # Most often a base URL without /v1.
-    told = "There is no such route. The APIs are below /v1; /openapi.json lists all routes."
-    return APIError(404, told, code="not_found")
+    message = "There is no such route. The APIs are below /v1; /openapi.json lists all routes."
+    return APIError(404, message, code="not_found")
 
 
 def _methods(app: FastAPI, scope: Scope) -> list[str]:

@@ -30,8 +30,8 @@ class WorkerError(RuntimeError):
 
 
 class Workers:
-    """Processes that share this process's engine. They talk to it directly; this process tells them
-    its state and endpoint.
+    """Processes that share this process's engine. They talk to it directly; this process reports
+    its state and endpoint to them.
 
     A process that dies is started again, the first time at once. Its requests are aborted, its
     connections are lost, and new connections wait for its successor. `serve` raises WorkerError
@@ -43,7 +43,7 @@ class Workers:
         self._settings = prepared.settings.server
         self._line = prepared.to_json()
         self._engine = engine
-        self._engine.on_change = self._tell
+        self._engine.on_change = self._report
         self._context = zmq.Context()
         self._living: dict[ChildProcess[Up], bool] = {}  # whether each is ready
         self._up = [asyncio.Event() for _ in range(self._settings.api_workers)]
@@ -123,7 +123,7 @@ class Workers:
         finally:
             del self._living[child]
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         for child in self._living:
             child.connection.send(self._engine.status)
 

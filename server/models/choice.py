@@ -77,9 +77,12 @@ def count_parameters(directory: Path) -> int:
 
 def _packed_bits(directory: Path) -> int:
     """Bits of a weight, by the model's config, if the file packs several into one number."""
-    told = read_json(directory / "config.json").get("quantization_config") or {}
-    groups = (told.get("config_groups") or {}).values()
-    found = [told.get("bits"), *((group.get("weights") or {}).get("num_bits") for group in groups)]
+    quantization = read_json(directory / "config.json").get("quantization_config") or {}
+    groups = (quantization.get("config_groups") or {}).values()
+    found = [
+        quantization.get("bits"),
+        *((group.get("weights") or {}).get("num_bits") for group in groups),
+    ]
     return next((int(bits) for bits in found if bits), 4)
 
 

@@ -58,7 +58,7 @@ def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress)
             template = read_template(file.expanduser())
         except ValueError as error:
             raise ModelError(f"target.chat_template = {str(file)!r}: {error}") from None
-    with _told("target.model", settings.target.model):
+    with _naming("target.model", settings.target.model):
         target = resolve(
             settings.target.model,
             settings.target.revision,
@@ -108,7 +108,7 @@ def _pair(
     speculation = settings.speculation
     if speculation.proposer == "draft_model" and speculation.num_speculative_tokens:
         assert settings.draft.model is not None  # ensured by the settings
-        with _told("draft.model", settings.draft.model, DraftError):
+        with _naming("draft.model", settings.draft.model, DraftError):
             draft, vocab_size = _draft(settings.draft, target, config, vocabulary, progress)
     try:
         ids = eos_token_ids(target, config, tokenizer)
@@ -230,7 +230,7 @@ def _model_config(
 
 
 @contextlib.contextmanager
-def _told(key: str, model: str, kind: type[ModelError] = ModelError) -> Iterator[None]:
+def _naming(key: str, model: str, kind: type[ModelError] = ModelError) -> Iterator[None]:
     """Say which setting a model's error comes from."""
     try:
         yield

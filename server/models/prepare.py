@@ -134,7 +134,7 @@ def main() -> None:
         from .pair import engine_config, prepare_pair, resolve_device
 
         try:
-            resolve_device(settings.target.device)  # tells of a missing GPU before any fetching
+            resolve_device(settings.target.device)  # reports a missing GPU before any fetching
             pair = prepare_pair(settings, progress)
             prepared = Prepared(pair.settings, engine_config(pair), pair.tokenizer)
         except (ModelError, ValueError, OSError) as error:

@@ -102,8 +102,10 @@ def _gguf_entry(path: Path) -> tuple[str, str]:
     # Parts are found by their names, which what a link leads to may not have.
     parts = [part.resolve() for part in parts_of(path.absolute())]
     states = [(part, part.stat()) for part in parts]
-    told = [f"{part}, {state.st_size} bytes, mtime {state.st_mtime_ns}" for part, state in states]
-    source = f"{', '.join(told)}, recipe {_GGUF_RECIPE}"
+    described = [
+        f"{part}, {state.st_size} bytes, mtime {state.st_mtime_ns}" for part, state in states
+    ]
+    source = f"{', '.join(described)}, recipe {_GGUF_RECIPE}"
     return f"{path.stem}-{hashlib.sha256(source.encode()).hexdigest()[:12]}", source
 
 

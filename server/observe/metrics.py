@@ -124,14 +124,14 @@ class Metrics:
 
     def observe(self, facts: Mapping[str, Any]) -> None:
         """Count the facts of a request's log line, if it generated anything."""
-        told = dict(facts)
+        measured = dict(facts)
         if "first_token_s" in facts:
-            told["prefill_s"] = max(0.0, facts["first_token_s"] - facts["queue_s"])
-            told["decode_s"] = max(0.0, facts["duration_s"] - facts["first_token_s"])
-            told["inference_s"] = told["prefill_s"] + told["decode_s"]
+            measured["prefill_s"] = max(0.0, facts["first_token_s"] - facts["queue_s"])
+            measured["decode_s"] = max(0.0, facts["duration_s"] - facts["first_token_s"])
+            measured["inference_s"] = measured["prefill_s"] + measured["decode_s"]
         for fact, histogram in self._of_requests.items():
-            if fact in told:
-                histogram.observe(told[fact])
+            if fact in measured:
+                histogram.observe(measured[fact])
 
     def render(self) -> bytes:
         """The Prometheus text format."""

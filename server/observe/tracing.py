@@ -65,14 +65,14 @@ def make_trace(endpoint: str | None, model_name: str) -> Trace | None:
         return _Spans(_provider(endpoint), model_name)
     except ImportError as error:
         wanted_by = "server.otlp_endpoint" if endpoint else _ENDPOINT_VARIABLES[1]
-        told = (
+        reason = (
             f"{wanted_by} asks for traces, which need further packages: "
             f"pip install 'outrider[tracing]' ({error})"
         )
         if endpoint is not None:
-            raise TracingError(told) from None
+            raise TracingError(reason) from None
         # Clusters set the variables for everything that runs there: serve without spans.
-        log.warning("no traces are sent: %s", told)
+        log.warning("no traces are sent: %s", reason)
         return None
 
 
