@@ -53,7 +53,7 @@ class GrammarCompiler:
         self._slots = Semaphore(MAX_COMPILES_AT_ONCE)
         self._lock = Lock()
         # Both: the latest use last. The salt comes first, as in the prefix cache: otherwise times
-        # would tell whether another client uses the same grammar.
+        # would show whether another client uses the same grammar.
         self._processes: OrderedDict[tuple[str, str], GrammarProcess] = OrderedDict()
         self._accepted: OrderedDict[tuple[str, Syntax, str], Verdict] = OrderedDict()
 

@@ -58,7 +58,7 @@ class GrammarProcess:
         self._is_closed = False
         self._numbers = itertools.count()
         self._sequences: set[int] = set()  # those that have not ended
-        self._ended: list[int] = []  # those that the process has not been told of
+        self._ended: list[int] = []  # those that the process does not know of yet
         self._decoder = msgspec.msgpack.Decoder(Answers)
         self.allowance = Allowance()
 

@@ -137,9 +137,11 @@ class GgufFile:
             from gguf import GGMLQuantizationType  # which the engine otherwise does without
 
             names = {each.value: each.name for each in GGMLQuantizationType}
-            told = names.get(type_id, f"type {type_id}")
+            type_name = names.get(type_id, f"type {type_id}")
             known = ", ".join(format_.name for format_ in FORMATS.values())
-            raise UnknownFormatError(f"{name} is {told}, which is not implemented ({known} are)")
+            raise UnknownFormatError(
+                f"{name} is {type_name}, which is not implemented ({known} are)"
+            )
         return FORMATS[type_id]
 
     def shape_of(self, name: str) -> tuple[int, ...]:

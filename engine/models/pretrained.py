@@ -28,7 +28,7 @@ def load_pretrained(
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     else:
         # Not the folder: transformers reads model.safetensors though there is an index, and of two
-        # tensors of one name the last. Without a folder it must be told the class.
+        # tensors of one name the last. Without a folder it must be given the class.
         source = {"pretrained_model_name_or_path": None, "state_dict": _tensors(path)}
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(
@@ -66,23 +66,23 @@ def _tensors(folder: Path) -> dict[str, Any]:
     }
 
 
-def _check_loaded(told: dict[str, Any]) -> None:
+def _check_loaded(account: dict[str, Any]) -> None:
     """Refuse a model whose tensors transformers did not read as they are meant.
 
-    `told` is its account of them. Raises UnsupportedModelError.
+    `account` is what it reports of them. Raises UnsupportedModelError.
     """
-    if missing := sorted(told["missing_keys"]):
+    if missing := sorted(account["missing_keys"]):
         raise UnsupportedModelError(
             f"its files lack {', '.join(missing[:3])}, which transformers would draw at random; "
             "get the model again"
         )
-    if wrong := sorted(told["mismatched_keys"]):
+    if wrong := sorted(account["mismatched_keys"]):
         name, found, wanted = wrong[0]
         raise UnsupportedModelError(
             f"{name} is {' x '.join(map(str, found))}; by its config it must be "
             f"{' x '.join(map(str, wanted))}"
         )
-    if scales := sorted(name for name in told["unexpected_keys"] if ".weight_scale" in name):
+    if scales := sorted(name for name in account["unexpected_keys"] if ".weight_scale" in name):
         raise UnsupportedModelError(
             f"its weights are quantised ({scales[0]}), but its config.json does not say how "
             "(quantization_config); take the checkpoint that it was quantised from"

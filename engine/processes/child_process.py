@@ -65,7 +65,7 @@ class ChildProcess(Generic[T]):
                 *self._command,
                 self.connection.endpoint,
                 env=self._environment,
-                stdin=asyncio.subprocess.PIPE,  # never closed: its end tells the child that we died
+                stdin=asyncio.subprocess.PIPE,  # never closed: its end shows the child that we died
                 start_new_session=True,  # signals to our group must not reach it: we may drain
                 pass_fds=self._pass_fds,
             )

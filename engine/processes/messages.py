@@ -1,7 +1,7 @@
 """The messages between the processes of a server, encoded with msgspec.
 
 The engine answers every process that writes to it: the one that started and owns it, and the HTTP
-processes that share it. Each is told only about its own sequences.
+processes that share it. Each hears only about its own sequences.
 """
 
 from typing import Literal
@@ -14,8 +14,8 @@ from ..api import EngineInfo, EngineState, EngineStats, NewRequest, RequestOutpu
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Asks to be told about steps from now on, and at once about the engine's state. The owner
-    sends this first, and is also told about the progress of loading.
+    """Asks for reports of steps from now on, and at once of the engine's state. The owner
+    sends this first, and also hears about the progress of loading.
     """
 
 

@@ -31,7 +31,7 @@ class SharedEngine(EngineClient):
         self._owner = Connection(self._context, self._endpoint, decoder, self._hear, binds=True)
 
     def report_up(self) -> None:
-        """Tell the owner that this process is ready."""
+        """Report to the owner that this process is ready."""
         if self._owner is not None:
             self._owner.send(Up())
 

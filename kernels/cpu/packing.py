@@ -74,9 +74,9 @@ def pack(matrix: Codes, layout: Layout) -> PackedTiles:
     num_groups = num_in // layout.group
     parts = []
     if layout != Layout.PLAIN:
-        for told in (matrix.scale, matrix.offset):
-            if told is not None:
-                tiled = _tiled(told.to(layout.scale_dtype))  # [tiles, TILE, groups]
+        for numbers in (matrix.scale, matrix.offset):
+            if numbers is not None:
+                tiled = _tiled(numbers.to(layout.scale_dtype))  # [tiles, TILE, groups]
                 parts.append(tiled.transpose(1, 2).contiguous().view(torch.uint8))
     codes = _tiled(matrix.codes).unflatten(2, (num_groups, layout.group))
     if layout == Layout.PLAIN:

@@ -17,7 +17,7 @@ def apply_bitmask(
 ) -> None:
     """Ban, in place, every token of a row whose bit is not set in bitmask[slot].
 
-    `token_mask.py` tells the layout. Other rows, and ids from vocab_size on, are not touched.
+    `token_mask.py` describes the layout. Other rows, and ids from vocab_size on, are not touched.
 
     Parameters
     ----------

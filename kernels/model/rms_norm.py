@@ -13,7 +13,7 @@ from .narrow_matrix import RowFormat
 
 
 class Norm(NamedTuple):
-    """An RMSNorm."""
+    """RMSNorm: x / sqrt(mean(x²) + eps) * weight."""
 
     weight: Tensor  # [K] in the dtype of x, or float32
     eps: float

@@ -24,7 +24,7 @@ _MIN_SCALE = 1e-12  # a row of zeros has some scale
 
 
 class RowCodes(NamedTuple):
-    """Rounded rows."""
+    """Rows in 8 bits: a number is its code times the scale of its group."""
 
     codes: Tensor  # [T, width] float8_e4m3fn or int8, 0 behind the inputs
     scale: Tensor  # [T, groups] float32

@@ -19,7 +19,7 @@ class Acceptance:
         self.steps_by_accepted: Counter[int] = Counter()
 
     def observe(self, output: RequestOutput) -> None:
-        """Take in one step."""
+        """Count the drafts of one step, from the totals in its output."""
         if output.num_draft_tokens > self.num_draft_tokens:
             num_drafts = output.num_draft_tokens - self.num_draft_tokens
             num_accepted = output.num_accepted_tokens - self.num_accepted_tokens

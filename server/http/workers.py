@@ -26,7 +26,7 @@ BACKLOG = 2048
 
 
 class WorkerError(RuntimeError):
-    """HTTP processes keep dying."""
+    """HTTP processes keep dying, so that starting others would not help."""
 
 
 class Workers:

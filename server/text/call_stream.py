@@ -284,9 +284,9 @@ def as_json(text: str) -> str:
     """A value as JSON, which it may be already, or a literal of Python."""
     for read in (_json_value, _python_value):
         with suppress(*_NOT_A_VALUE):
-            told = json.dumps(read(text), ensure_ascii=False, allow_nan=False)
-            told.encode()  # fails at half of a surrogate pair
-            return told
+            json_text = json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+            json_text.encode()  # fails at half of a surrogate pair
+            return json_text
     return json.dumps(text, ensure_ascii=False)
 
 

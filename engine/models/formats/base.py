@@ -39,7 +39,7 @@ def group_of(num_in: int, num_groups: int) -> int:
 def matrix_of_integers(
     tensors: Checkpoint, index: str, codes: Tensor, bits: int, scale: Tensor, **parts: Any
 ) -> NarrowMatrix:
-    """A matrix of 4 or 8 bits; the tensor `index`, if there is one, tells the group of each input.
+    """A matrix of 4 or 8 bits; the tensor `index`, if there is one, has the group of each input.
 
     Raises UnsupportedModelError if groups differ in size.
     Shape: codes [N, K] uint8, index [K]; scale and `parts` as in narrow_matrix.

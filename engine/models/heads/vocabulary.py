@@ -60,8 +60,8 @@ def read_target_ids(config: HeadConfig, checkpoint: Checkpoint, target: Network)
     if not bool((ids.diff() > 0).all()):
         raise HeadError("d2t leads two of its tokens to the same id of the target, or out of order")
     if "t2d" in checkpoint:
-        told = checkpoint.integers("t2d")
-        if told.shape != (vocab_size,) or not torch.equal(told.nonzero().squeeze(1), ids):
+        drawn = checkpoint.integers("t2d")
+        if drawn.shape != (vocab_size,) or not torch.equal(drawn.nonzero().squeeze(1), ids):
             raise HeadError("t2d and d2t disagree about which tokens it drafts")
     return ids.to(target.device)
 
