@@ -191,9 +191,8 @@ def timed_out(timeout_s: float) -> APIError:
 def dead_end(message: str) -> APIError:
     """400: the request's own parameters leave no token that is allowed; a retry is useless."""
     field = _field_named_by(message)
-    param = (
-        None if field == "grammar" else field
-    )  # which of several fields the engine does not know
+    # Of several fields of grammars the engine does not know which was sent.
+    param = None if field == "grammar" else field
     return APIError(400, message, code="no_token_left", param=param)
 
 

@@ -84,9 +84,7 @@ def evaluate_command(
     from ..text.tokenizer import Tokenizer
 
     with errors_shown():
-        resolve_device(
-            settings.target.device
-        )  # a missing GPU is reported before models are fetched
+        resolve_device(settings.target.device)  # reports a missing GPU before any fetching
         with ProgressDisplay() as progress:
             pair = prepare_pair(settings, progress)
             settings = pair.settings
