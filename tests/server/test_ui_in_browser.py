@@ -326,7 +326,7 @@ def test_the_strip_shows_what_the_server_does(page: Page) -> None:
     page.wait(lambda: page.text("#live-token") != "–", "latencies")
     page.wait(lambda: "%" in page.text("#live-accepted"), "acceptance")
     assert page.text("#live-source") == "draft_model"
-    assert len(page.all("#live-positions li")) == 4
+    assert 1 <= len(page.all("#live-positions li")) <= 4  # k follows what drafts cost here
     assert "of 599" in page.text("#live-pages-note")
 
 
