@@ -240,5 +240,5 @@ class GrammarChecker:
 def _cannot_follow(param: str, reason: str) -> APIError:
     """400, with the library's reason, but without its copy of the grammar."""
     said = " ".join(_SOURCE_LINE.sub("", reason).split())
-    told = f"{param} cannot be followed"
-    return invalid_value(param, f"{told}: {cut(said, MAX_REASON_CHARS)}", reason=told)
+    summary = f"{param} cannot be followed"
+    return invalid_value(param, f"{summary}: {cut(said, MAX_REASON_CHARS)}", reason=summary)

@@ -39,32 +39,32 @@ class LiteralCallStream(CallStream):
             parts += started(head), CallArguments("{")
             self._closing, self._is_value = ["}"], False
             return head.end()
-        told: list[str] = []
+        pieces: list[str] = []
         start = None
         while self._closing and at != start and at < len(text):
             start = at
-            at = self._string(text, at, told) if self._quote else self._token(text, at, told)
-        if any(told):
-            parts.append(CallArguments("".join(told)))
+            at = self._string(text, at, pieces) if self._quote else self._token(text, at, pieces)
+        if any(pieces):
+            parts.append(CallArguments("".join(pieces)))
         return at
 
-    def _string(self, text: str, at: int, told: list[str]) -> int:
+    def _string(self, text: str, at: int, pieces: list[str]) -> int:
         """Reads up to the end of a string, or to what may be a part of it."""
         assert self._quote is not None
         marks = (self._quote, "\\") if self._literals.escapes else (self._quote,)
         found = [end for mark in marks if (end := text.find(mark, at)) >= 0]
         end = min(found) if found else at + start_of_tail(text[at:], marks)
-        told.append(escaped(text[at:end]))
+        pieces.append(escaped(text[at:end]))
         if not found:
             return end
         if text.startswith(self._quote, end):
-            told.append('"')
+            pieces.append('"')
             end += len(self._quote)
             self._quote = None
             return end
-        return self._escape(text, end, told)
+        return self._escape(text, end, pieces)
 
-    def _escape(self, text: str, at: int, told: list[str]) -> int:
+    def _escape(self, text: str, at: int, pieces: list[str]) -> int:
         kind = text[at + 1 : at + 2]
         num_chars = 2 + _NUM_DIGITS.get(kind, 0)
         if not kind or len(text) - at < num_chars:
@@ -81,14 +81,14 @@ class LiteralCallStream(CallStream):
             said = _ESCAPES[kind]
         elif kind in ("\\", "'", '"'):
             said = kind
-        told.append(escaped(said))
+        pieces.append(escaped(said))
         return at + num_chars
 
-    def _token(self, text: str, at: int, told: list[str]) -> int:
+    def _token(self, text: str, at: int, pieces: list[str]) -> int:
         for quote in self._literals.quotes:
             if text.startswith(quote, at):
-                self._end_word(told)
-                told.append('"')
+                self._end_word(pieces)
+                pieces.append('"')
                 self._quote = quote
                 return at + len(quote)
             if len(text) - at < len(quote) and quote.startswith(text[at:]):
@@ -101,38 +101,38 @@ class LiteralCallStream(CallStream):
         if char in ":=":
             key = "".join(self._word).strip()
             self._word = []
-            told.append(f"{json.dumps(key, ensure_ascii=False)}: " if key else ": ")
+            pieces.append(f"{json.dumps(key, ensure_ascii=False)}: " if key else ": ")
             self._is_value = True
             return at + 1
-        self._end_word(told)
+        self._end_word(pieces)
         if char in _CLOSING:
             self._closing.append(_CLOSING[char])
-            told.append("[" if char == "(" else char)
+            pieces.append("[" if char == "(" else char)
             self._is_value = char != "{"
         elif char == ",":
-            told.append(", ")
+            pieces.append(", ")
             self._is_value = self._closing[-1] == "]"
         else:
-            told.append(self._closing.pop())
+            pieces.append(self._closing.pop())
             self._is_value = False
         return at + 1
 
-    def _end_word(self, told: list[str]) -> None:
+    def _end_word(self, pieces: list[str]) -> None:
         word, self._word = "".join(self._word).strip(), []
         if word:
-            told.append(as_json(word))
+            pieces.append(as_json(word))
 
     def finish(self, *, closed: bool) -> list[CallPart]:
         if not closed or not self._closing:
             return []
-        told, text, self._unread = list[str](), self._unread, ""
+        pieces, text, self._unread = list[str](), self._unread, ""
         if self._quote:
-            told.append(f'{escaped(text)}"')
+            pieces.append(f'{escaped(text)}"')
         else:
-            self._end_word(told)
-        told += reversed(self._closing)
+            self._end_word(pieces)
+        pieces += reversed(self._closing)
         self._quote, self._closing = None, []
-        return [CallArguments("".join(told))]
+        return [CallArguments("".join(pieces))]
 
     @property
     def is_open(self) -> bool:

@@ -24,7 +24,7 @@ _MAX_OPENING_CHARS = 32
 
 
 def shows_reasoning(chat_template: str, response_template: dict[str, Any] | None) -> bool:
-    """Whether the model's templates show that it reasons, and how to tell that from content."""
+    """Whether the model's templates show that it reasons, and how to separate that from content."""
     if response_template is not None:
         return not REASONING_FIELDS.isdisjoint(response_template["fields"])
     return shown_thoughts(chat_template) is not None

@@ -57,7 +57,7 @@ class MessageReader:
         if ended:
             parts += self._parser.flush(hidden)
             self._ended = True
-        return [told for part in parts if (told := self._told(part)) is not None]
+        return [shown for part in parts if (shown := self._shown(part)) is not None]
 
     def num_reasoning(self, offsets: Iterable[int]) -> int:
         """How many tokens of reasoning there are so far, including new tokens whose texts begin at
@@ -74,7 +74,7 @@ class MessageReader:
             )
         return self._num_reasoning
 
-    def _told(self, part: Part) -> Part | None:
+    def _shown(self, part: Part) -> Part | None:
         match part:
             case Text():
                 hidden = self._calls_only or (part.reasoning and not self._with_reasoning)
@@ -87,7 +87,7 @@ class MessageReader:
                 is_free = name in self._free_text
                 wrapped = is_free and not isinstance(self._parser, RawCall)
                 self._input = _InputStream() if wrapped else None
-                if call_id in self._ids:  # clients tell calls apart by them
+                if call_id in self._ids:  # clients distinguish calls by them
                     call_id = None
                 self._ids.add(call_id)
                 return CallStart(name, is_free_text=is_free, id=call_id)
