@@ -19,7 +19,7 @@ from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, stack
 from outrider.kernels.model.rms_norm import Norm
 
 from .narrow_weight import Narrow, Scaled, Stacked
-from .weight_files import stored_tensors
+from .weight_files import name_in_text, stored_tensors
 from .weights import Axis, Dense, Linear, Matrix, RoundedInputs
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ Progress = Callable[[int, int], None]  # is called with (tensors read, tensors i
 Read = Callable[["Checkpoint", str], NarrowMatrix | None]
 
 EMBEDDING, OUTPUT_LAYER = "model.embed_tokens", "lm_head"
-_TEXT = "model.language_model."
 _PICKLE = "pytorch_model.bin"  # the format of some heads
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -166,7 +165,7 @@ class Checkpoint(AnyCheckpoint):
         self._warned = False
         self._file_of = open_files(folder)
         # The text of a model that also reads images has the names of a model of text.
-        self._stored_name = {name.replace(_TEXT, "model.", 1): name for name in self._file_of}
+        self._stored_name = {name_in_text(name): name for name in self._file_of}
         self._num_tensors = len(self._file_of)
 
     def __contains__(self, name: str) -> bool:

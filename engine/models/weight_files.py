@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PART = re.compile(r"model-\d+-of-(\d{1,6})\.safetensors")
+# What names begin with, and with what those of a model of text.
+_TEXT_PARTS = {"model.language_model.": "model.", "model.mtp.": "mtp."}
 _LENGTH_BYTES = 8  # of the number at a file's start, which says how long its header is
 _CHUNK_BYTES = 1 << 24
 
@@ -28,6 +30,14 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     start: int  # of its bytes in the file
     end: int
+
+
+def name_in_text(name: str) -> str:
+    """A tensor's name in the model of text alone, if its checkpoint also has parts for images."""
+    for stored, own in _TEXT_PARTS.items():
+        if name.startswith(stored):
+            return own + name.removeprefix(stored)
+    return name
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:

@@ -111,13 +111,20 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
         model_type="qwen3",
         vocab_sizes=frozenset({151_936}),
     ),
-    KnownDraft(
-        model=MTP,
-        num_parameters=0,  # none besides the target's
-        family="MiMo 7B",
-        model_type="mimo",
-        kind="MTP head",
-        num_speculative_tokens=3,
+    *(
+        KnownDraft(
+            model=MTP,
+            num_parameters=0,  # none besides the target's
+            family=family,
+            model_type=model_type,
+            kind="MTP head",
+            num_speculative_tokens=3,
+        )
+        for family, model_type in (
+            ("MiMo 7B", "mimo"),
+            ("Qwen3.5 and 3.6", "qwen3_5"),
+            ("Qwen3.5 and 3.6", "qwen3_5_text"),
+        )
     ),
     # Distilled from R1 over Qwen's and Llama's vocabularies, with special tokens of their own.
     KnownDraft(

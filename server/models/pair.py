@@ -17,7 +17,7 @@ from outrider.engine.config import (
     SpeculationConfig,
     TokenTable,
 )
-from outrider.engine.models.heads.config import HeadConfig, HeadError, check_mtp_head, head_kind
+from outrider.engine.models.heads.config import HeadConfig, HeadError, head_kind, mtp_names
 
 from ..config.settings import MTP, DraftSettings, Settings, TargetSettings
 from ..text.chat_template import read_template
@@ -251,7 +251,7 @@ def _check_mtp(target: Path, settings: DraftSettings) -> None:
     for name in ("revision", "head_layers"):
         if getattr(settings, name) is not None:
             raise ModelError(f"draft.{name} is set, but an MTP head has none: leave it out")
-    check_mtp_head(target)
+    mtp_names(target)
 
 
 def _tokenizer(directory: Path, settings: TargetSettings | DraftSettings) -> Any:

@@ -11,15 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from engines import GREEDY, engine_config, is_greedy, lagging, prompts, run, tokens
+from mtp import PlainHybrid, save_tiny_hybrid
 from safetensors.torch import load_file, save_file
 from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor, save_tiny_model
 
+from outrider.engine.api import NewRequest
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.measuring import OutOfDeviceMemoryError
 from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.architectures import load_config
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.heads.config import HeadError
+from outrider.engine.models.heads.loading import load_head
 from outrider.engine.models.loading import load_network
 
 K = 4
@@ -81,6 +85,60 @@ def test_a_model_may_draft_for_it(target: Path, tiny_model: Tiny) -> None:
     engine = lagging(engine_config(target, tiny_model("qwen3"), k=K))
     answers(engine, target, prompts([5, 30, 1, 70], VOCAB))
     assert engine.stats().drafted_per_position[0] > 20
+
+
+def test_the_mtp_head_drafts_by_its_formulas(tmp_path: Path) -> None:
+    """Also behind rejected drafts, in chunks, and a step ahead; the answers are the target's."""
+    path = save_tiny_hybrid(tmp_path / "model")
+    asked, plain = prompts([3, 70], VOCAB), PlainHybrid(path)
+    engine = lagging(engine_config(path, path, k=2))
+    assert engine.info.proposer == "mtp"
+    requests = [
+        NewRequest(request_id=str(i), prompt_token_ids=ids, params=GREEDY, returns_drafts=True)
+        for i, ids in enumerate(asked)
+    ]
+    engine.submit(requests)
+    known, num_drafts = [list(ids) for ids in asked], 0
+    while engine.has_work():
+        for output in engine.step():
+            tokens_so_far = known[int(output.request_id)]
+            if drafts := output.draft_token_ids:
+                assert drafts == plain.drafts(tokens_so_far, len(drafts))
+                num_drafts += len(drafts)
+            tokens_so_far += output.token_ids
+    assert num_drafts > 40
+    for prompt, ids in zip(asked, known, strict=True):
+        assert is_greedy(path, prompt, ids[len(prompt) :])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mtp_num_hidden_layers": 2}, "its MTP head has 2 layers; one is read here"),
+        ({"model_type": "llama"}, "no MTP head is known for models of type llama"),
+    ],
+)
+def test_another_mtp_head_is_refused(changes: dict[str, object], says: str, tmp_path: Path) -> None:
+    path = save_tiny_hybrid(tmp_path / "model")
+    config = ModelConfig(path=str(path), dtype="float32", is_mtp=True)
+    network = load_network(config, DEVICE)
+    change_config(path, **changes)
+    with pytest.raises(HeadError, match=says):
+        load_head(config, network, config.path)
+
+
+def test_an_mtp_head_is_found_under_the_models_name_too(tmp_path: Path) -> None:
+    path = save_tiny_hybrid(tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    named = {f"model.{n}" if n.startswith("mtp.") else n: tensor for n, tensor in tensors.items()}
+    save_file(named, path / "model.safetensors", metadata={"format": "pt"})
+    assert Engine(engine_config(path, path, k=2)).info.proposer == "mtp"
+
+
+def test_a_missing_mtp_head_is_said(target: Path) -> None:
+    config = ModelConfig(path=str(target), dtype="float32", is_mtp=True)
+    with pytest.raises(HeadError, match=r"its files hold no MTP head \(mtp\.fc\.weight\)"):
+        load_head(config, load_network(config, DEVICE), config.path)
 
 
 def test_a_preempted_sequence_starts_over(target: Path) -> None:

@@ -17,7 +17,7 @@ from block_heads import save_tiny_block_head
 from engines import engine_config, lagging
 from gguf import GGMLQuantizationType as Gguf
 from heads import save_tiny_head
-from mtp import save_tiny_mtp_model
+from mtp import save_tiny_hybrid, save_tiny_mtp_model
 from random_sequences import offers, random_request
 from tiny_gguf import VOCAB as GGUF_VOCAB
 from tiny_gguf import llama_directory
@@ -70,7 +70,8 @@ def save_pair(kind: str, folder: Path) -> tuple[Path, Path | None]:
         ]
         return saved[0], saved[1]
     if kind == "hybrid":
-        return save_tiny_model(folder / "target", "qwen3_5_text"), None
+        path = save_tiny_hybrid(folder / "target")
+        return path, path
     target = save_tiny_model(folder / "target")
     path = folder / "draft"
     if kind == "draft_model":  # shares most of the target's weights

@@ -74,6 +74,7 @@ def target(name: str, model_type: str, vocab_size: int, billions: float) -> Targ
         (target("google/gemma-3-1b-it", "gemma3_text", 262_144, 1.0), "google/gemma-3-270m-it"),
         (target("mistralai/Mistral-7B-v0.3", "mistral", 32_768, 7.2), None),
         (target("XiaomiMiMo/MiMo-7B-RL", "mimo", 151_680, 7.8), "mtp"),
+        (target("Qwen/Qwen3.6-27B", "qwen3_5_text", 248_320, 27.0), "mtp"),
     ],
     ids=lambda value: value.name if isinstance(value, Target) else "",
 )

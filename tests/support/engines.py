@@ -23,7 +23,7 @@ from outrider.engine.config import (
 )
 from outrider.engine.engine import Engine
 from outrider.engine.models.gguf_file import transformers_arguments
-from outrider.engine.models.heads.config import MTP_TARGET
+from outrider.engine.models.heads.config import MTP_HEADS
 
 if importlib.util.find_spec("gguf"):  # `make gpu` does without it
     import gguf
@@ -66,7 +66,7 @@ def engine_config(
 def _draft_config(target: Path, draft: Path) -> ModelConfig:
     """A model that is its own draft is one whose MTP head drafts, if it has one."""
     model_type = json.loads((target / "config.json").read_text())["model_type"]
-    is_mtp = draft == target and model_type == MTP_TARGET
+    is_mtp = draft == target and model_type in MTP_HEADS
     return ModelConfig(path=str(draft), dtype="float32", is_mtp=is_mtp)
 
 

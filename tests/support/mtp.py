@@ -1,13 +1,18 @@
-"""Tiny random models whose checkpoints hold an MTP head, and its formulas in plain torch."""
+"""Tiny random models whose checkpoints hold an MTP head, and its formulas in plain torch.
+
+Those of hybrids have transformers' own layers.
+"""
 
 import json
 from pathlib import Path
 
 import torch
+import torch.nn.functional as functional
 from heads import PlainLayers, causal
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 LAYER = "model.mtp_layers.0"
 
@@ -74,3 +79,64 @@ class PlainMtp(PlainLayers):
             following.append(draft)
         assert found[0].shape[1] == vocab
         return torch.cat(found)
+
+
+def save_tiny_hybrid(path: Path, architecture: str = "qwen3_5_text", **overrides: object) -> Path:
+    """A tiny hybrid and its MTP head, all of random weights."""
+    save_tiny_model(path, architecture, **overrides)
+    tensors = load_file(path / "model.safetensors")
+    width = tensors["model.norm.weight"].shape[0]
+    own = {"mtp.fc.weight": torch.empty(width, 2 * width)}
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        own[f"mtp.{name}.weight"] = torch.empty(width)
+    first = f"model.layers.{_full_layer(path)}."
+    for name, tensor in tensors.items():
+        if name.startswith(first):
+            own[name.replace(first, "mtp.layers.0.")] = tensor
+    generator = torch.Generator().manual_seed(1)
+    own = {name: 0.3 * torch.randn(t.shape, generator=generator) for name, t in own.items()}
+    save_file(tensors | own, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def _full_layer(path: Path) -> int:
+    layer_types: list[str] = json.loads((path / "config.json").read_text())["layer_types"]
+    return layer_types.index("full_attention")
+
+
+class PlainHybrid:
+    """What the MTP head of a hybrid drafts, from nothing but the tokens."""
+
+    def __init__(self, path: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.w = load_file(path / "model.safetensors")
+        self.model, self.layer = model, model.model.layers[_full_layer(path)]
+        self.mine = {name: t.clone() for name, t in self.layer.state_dict().items()}
+        names = (name for name in self.w if name.startswith("mtp.layers.0."))
+        self.own = {name.removeprefix("mtp.layers.0."): self.w[name] for name in names}
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        weight = 1 + self.w[f"mtp.{name}.weight"]
+        return functional.rms_norm(x, weight.shape, weight, self.model.config.rms_norm_eps)
+
+    @torch.inference_mode()
+    def drafts(self, known: list[int], k: int) -> list[int]:
+        """The likeliest k tokens behind the known ones."""
+        self.layer.load_state_dict(self.mine)
+        h = self.model.model(torch.tensor([known])).last_hidden_state[0, :-1]
+        self.layer.load_state_dict(self.own)
+        following, found = known[1:], list[int]()
+        for _ in range(k):
+            e = self.model.model.embed_tokens(torch.tensor(following))
+            both = (self.norm("pre_fc_norm_embedding", e), self.norm("pre_fc_norm_hidden", h))
+            x = (torch.cat(both, -1) @ self.w["mtp.fc.weight"].T)[None]
+            places = torch.arange(len(following))[None]
+            mask = torch.full((len(following), len(following)), -torch.inf).triu(1)[None, None]
+            rotary = self.model.model.rotary_emb(x, places)
+            x = self.layer(x, position_embeddings=rotary, attention_mask=mask)
+            s = self.norm("norm", x[0, -1:])
+            found.append(int(self.model.lm_head(s).argmax()))
+            following, h = [*following, found[-1]], torch.cat((h, s))
+        return found

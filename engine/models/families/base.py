@@ -87,6 +87,10 @@ class Family(ABC):
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape.
         """
 
+    def mtp_block(self, name: str) -> Block:
+        """The layer of the model's MTP head, whose tensors' names begin with `name`."""
+        return self.block(name, 0)
+
     def decoder(self) -> Decoder:
         """The whole model.
 

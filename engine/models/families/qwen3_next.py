@@ -56,6 +56,9 @@ class Hybrid(Llama):
             self.mlp(f"{name}.mlp", self.norm(f"{name}.post_attention_layernorm"), layer),
         )
 
+    def mtp_block(self, name: str) -> Block:
+        return self.block(name, self.config.layer_types.index("full_attention"))
+
     def delta_net(self, name: str, norm: Norm) -> DeltaNet:
         config = self.config
         return DeltaNet.read(

@@ -10,10 +10,10 @@ names of its tensors.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...config import ConfigError
-from ..weight_files import WeightFileError, stored_tensors
+from ..weight_files import WeightFileError, name_in_text, stored_tensors
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -26,8 +26,41 @@ _NAMED_KINDS = (
 KINDS = ("eagle3", "peagle", "dflash", "dspark")  # those that can be run
 _DEFAULT_BLOCK_SIZE, _SPECULATORS_BLOCK_SIZE = 16, 8
 _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")  # trainers' names for it
-# The model type of targets whose MTP heads are known, and what the names of its tensors begin with.
-MTP_TARGET, MTP_LAYER = "mimo", "model.mtp_layers.0"
+
+
+class MtpNames(NamedTuple):
+    """An MTP head in a checkpoint: the names of its layers, and what its projection reads."""
+
+    block: str
+    projection: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str
+    embedding_first: bool  # [e; h], not [h; e]
+    leaves_out_first: bool  # zeros in place of the embedding of the first token that has one before
+
+
+_MIMO = "model.mtp_layers.0"
+_OF_MIMO = MtpNames(
+    _MIMO,
+    f"{_MIMO}.input_proj",
+    f"{_MIMO}.token_layernorm",
+    f"{_MIMO}.hidden_layernorm",
+    f"{_MIMO}.final_layernorm",
+    embedding_first=False,
+    leaves_out_first=True,
+)
+_OF_HYBRIDS = MtpNames(
+    "mtp.layers.0",
+    "mtp.fc",
+    "mtp.pre_fc_norm_embedding",
+    "mtp.pre_fc_norm_hidden",
+    "mtp.norm",
+    embedding_first=True,
+    leaves_out_first=False,
+)
+# By model type of the targets whose MTP heads are known.
+MTP_HEADS = {"mimo": _OF_MIMO, "qwen3_5": _OF_HYBRIDS, "qwen3_5_text": _OF_HYBRIDS}
 # Keys that say what the head is, not what its layers are; a LlamaConfig ignores the unknown ones.
 _LEFT_OUT = ("architectures", "auto_map", "model_type", "torch_dtype")
 
@@ -214,16 +247,20 @@ def _block(config: dict[str, Any], kind: str) -> BlockConfig:
     )
 
 
-def check_mtp_head(folder: Path) -> None:
-    """Raises HeadError if this model directory holds no MTP head that is known here."""
+def mtp_names(folder: Path) -> MtpNames:
+    """The names of the MTP head in a model directory; raises HeadError if it holds none that is
+    known here.
+    """
     model_type = json.loads((folder / "config.json").read_text()).get("model_type")
-    if model_type != MTP_TARGET:
+    if model_type not in MTP_HEADS:
+        known = ", ".join(MTP_HEADS)
         raise HeadError(
-            f"no MTP head is known for models of type {model_type}; known are those of {MTP_TARGET}"
+            f"no MTP head is known for models of type {model_type}; known are those of {known}"
         )
-    name = f"{MTP_LAYER}.input_proj.weight"
+    found = MTP_HEADS[model_type]
+    name = f"{found.projection}.weight"
     try:
-        names = stored_tensors(folder).keys()
+        names = set(map(name_in_text, stored_tensors(folder)))
     except WeightFileError as error:
         raise HeadError(str(error)) from None
     if name not in names:
@@ -231,3 +268,4 @@ def check_mtp_head(folder: Path) -> None:
             f"its files hold no MTP head ({name}), which quantised and fine-tuned checkpoints "
             "often leave out"
         )
+    return found

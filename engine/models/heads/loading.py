@@ -29,7 +29,7 @@ from ..parts.attention import Attention
 from ..parts.base import Part
 from ..weights import packed
 from .block_head import BlockHead, ConfidenceHead, Context, MarkovHead
-from .config import MTP_LAYER, BlockConfig, HeadConfig, HeadError, check_mtp_head
+from .config import BlockConfig, HeadConfig, HeadError, mtp_names
 from .eagle3 import Eagle3Head
 from .head import Head
 from .mtp import MtpHead
@@ -234,19 +234,22 @@ def _read_mtp_head(
     if config.head_layers is not None:
         raise HeadError("it reads the last layer's states: leave draft.head_layers out")
     folder = Path(config.path)
-    check_mtp_head(folder)
+    names = mtp_names(folder)
     hf_config: Any = load_config(folder)
+    if (num_layers := getattr(hf_config, "mtp_num_hidden_layers", None) or 1) > 1:
+        raise HeadError(f"its MTP head has {num_layers} layers; one is read here")
     quantised = quantised_format(config, hf_config)
     checkpoint = _checkpoint(config, target, progress, quantised[1] if quantised else None)
     family = FAMILIES[hf_config.model_type](checkpoint, hf_config)
     width = hf_config.hidden_size
     head = MtpHead(
-        embedding_norm=family.norm(f"{MTP_LAYER}.token_layernorm"),
-        hidden_norm=family.norm(f"{MTP_LAYER}.hidden_layernorm"),
-        fc=checkpoint.linear(2 * width, {f"{MTP_LAYER}.input_proj": width}),
+        names=names,
+        embedding_norm=family.norm(names.embedding_norm),
+        hidden_norm=family.norm(names.hidden_norm),
+        fc=checkpoint.linear(2 * width, {names.projection: width}),
         embedding=target.input_embedding,
-        blocks=[family.block(MTP_LAYER, 0)],
-        norm=family.norm(f"{MTP_LAYER}.final_layernorm"),
+        blocks=[family.mtp_block(names.block)],
+        norm=family.norm(names.norm),
         output_layer=target.output_layer,
         target_ids=None,
         vocab_size=target.vocab_size,

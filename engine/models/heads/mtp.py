@@ -1,10 +1,10 @@
-"""MiMo's MTP head: one more layer of the target's own kind, which was trained together with it.
+"""MTP heads: one more layer of the target's own kind, which was trained together with it.
 
 Row t pairs the target's last states h_t, as its last norm leaves them, with the next token x_{t+1},
 and predicts x_{t+2}:
 
-    e = embedding_norm(E[x_{t+1}])                  zeros for E[x_1]
-    z = projection([h; e]),  h = hidden_norm(h_t)
+    e = embedding_norm(E[x_{t+1}])                  in MiMo's, zeros for E[x_1]
+    z = projection([e; h]),  h = hidden_norm(h_t)   in MiMo's, [h; e]
     s = norm(layer(z))
     logits = lm_head(s)
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
 from ..attention import ForwardBatch
+from .config import MtpNames
 from .head import AutoregressiveHead
 
 
@@ -29,9 +30,12 @@ class MtpHead(AutoregressiveHead):
 
     kind = "mtp"
 
-    def __init__(self, *, embedding_norm: Norm, hidden_norm: Norm, **layers: Any) -> None:
-        """`layers` as in Head; `fc` is the projection."""
+    def __init__(
+        self, *, names: MtpNames, embedding_norm: Norm, hidden_norm: Norm, **layers: Any
+    ) -> None:
+        """`layers` as in Head; `fc` is the projection, of which `names` says what it reads."""
         super().__init__(**layers)
+        self._names = names
         self.embedding_norm = embedding_norm
         self.hidden_norm = hidden_norm
 
@@ -40,9 +44,10 @@ class MtpHead(AutoregressiveHead):
 
     def __call__(self, f: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:
         e = F.embedding(next_ids, self.embedding)
-        e *= (batch.rows.positions > 0)[:, None]
+        if self._names.leaves_out_first:
+            e *= (batch.rows.positions > 0)[:, None]
         e, h = rms_norm(e, self.embedding_norm), rms_norm(f, self.hidden_norm)
-        x = self.fc(torch.cat((h, e), -1))
+        x = self.fc(torch.cat((e, h) if self._names.embedding_first else (h, e), -1))
         self.through_blocks(x, None, batch)
         return rms_norm(x, self.norm)
 
