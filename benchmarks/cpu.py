@@ -115,13 +115,13 @@ def main() -> None:
     hugging_face = AutoModelForCausalLM.from_pretrained(
         path, dtype=args.dtype, **transformers_arguments(path)
     ).eval()
-    plain = build({"proposer": "none"}, args.dtype)
+    plain = build({"sources": ()}, args.dtype)
     speculating = {
-        f"{name}, k = {k}": build({"proposer": proposer, "num_speculative_tokens": k}, args.dtype)
-        for name, proposer, k in (
+        f"{name}, k = {k}": build({"sources": (source,), "num_speculative_tokens": k}, args.dtype)
+        for name, source, k in (
             ("draft", "draft_model", 2),
             ("draft", "draft_model", 4),
-            ("n-gram", "ngram", 4),
+            ("suffix", "suffix", 4),
         )
     }
     rows: dict[str, Callable[[], float]] = {

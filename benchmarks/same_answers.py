@@ -100,7 +100,7 @@ def main() -> int:
         max_model_len: int = 2048,
         **more: bool | str,
     ) -> Engine:
-        proposer = str(more.get("proposer", "draft_model"))
+        source = more.get("source", "draft_model")
         started = Engine(
             EngineConfig(
                 target=ModelConfig(path=args.target, dtype=args.dtype),
@@ -115,7 +115,7 @@ def main() -> int:
                 ),
                 scheduler=SchedulerConfig(max_num_seqs=sequences, max_num_batched_tokens=chunk),
                 speculation=SpeculationConfig(
-                    num_speculative_tokens=k, adaptive=False, proposer=proposer if k else "none"
+                    num_speculative_tokens=k, adaptive=False, sources=(source,) if k else ()
                 ),
             )
         )
@@ -179,7 +179,7 @@ def main() -> int:
     compare.check("again, with prefix hits", run(few, asks))
     del few
     compare.check("pages of 8, no graphs", run(engine(sequences=8, page=8, eager=True), asks))
-    compare.check("drafts from the prompt", run(engine(proposer="ngram", chunk=333), asks))
+    compare.check("drafts from the prompt", run(engine(source="suffix", chunk=333), asks))
     equal = compare.num_answers - compare.num_different
     say(f"{equal} of {compare.num_answers} answers equal to the bit")
     return int(compare.num_different > 0)

@@ -99,7 +99,7 @@ def main() -> None:
                 speculation=speculation,
             )
         ),
-        "n-gram": Engine(replace(base, speculation=replace(speculation, proposer="ngram"))),
+        "looked up": Engine(replace(base, speculation=replace(speculation, sources=("suffix",)))),
     }
     for name, engine in engines.items():
         for temperature in (0.0, 1.0):

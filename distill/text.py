@@ -73,7 +73,7 @@ class Writer:
                 eos_token_ids=self._frame.eos_token_ids,
                 gpu_memory_utilization=share_of_memory,
                 max_model_len=longest_conversation(recipe, self._frame),
-                speculation=SpeculationConfig(proposer="none", num_speculative_tokens=0),
+                speculation=SpeculationConfig(sources=()),
                 cache=CacheConfig(prefix_caching=False, memory_fraction=share_of_memory),
                 scheduler=SchedulerConfig(
                     max_num_seqs=num_seqs,

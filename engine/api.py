@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Verification = Literal["token", "block", "match"]  # kernels.verify.sampling.Rule, by name
+SourceName = Literal["prediction", "suffix", "draft_model"]  # a head counts as a draft model
 EngineState = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
 # A lower temperature is greedy, as in vLLM: only a tie could still change the token, and dividing
@@ -115,6 +116,8 @@ class NewRequest:
 
     `predicted_token_ids` is what the client expects of the answer. Where the answer goes on so, the
     drafts are taken from there.
+
+    `sources` names those that may draft for it; None: all that the engine has.
     """
 
     request_id: str
@@ -125,6 +128,7 @@ class NewRequest:
     returns_drafts: bool = False
     reports_prompt: bool = False
     predicted_token_ids: list[int] = field(default_factory=list)
+    sources: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +157,8 @@ class RequestOutput:
 
     `draft_token_ids` are the drafts of the step that produced `token_ids`, if the request set
     `returns_drafts`. `token_ids` begins with the accepted ones; the token after them is recovered,
-    or a bonus token if all were accepted. `is_predicted` says that the step's drafts are from the
-    request's prediction.
+    or a bonus token if all were accepted. `source` says where the step's drafts are from
+    (None: it had none).
     """
 
     request_id: str
@@ -170,7 +174,7 @@ class RequestOutput:
     num_draft_tokens: int = 0  # drafted for this sequence so far
     num_accepted_tokens: int = 0  # how many of those were accepted
     draft_token_ids: list[int] | None = None
-    is_predicted: bool = False
+    source: SourceName | None = None
     num_computed_prompt_tokens: int | None = None  # until the first token, with `reports_prompt`
 
 
@@ -192,6 +196,8 @@ class EngineInfo:
     max_num_seqs: int
     num_speculative_tokens: int  # drawn from a model in one step, at most
     max_drafts: int  # of a sequence in one step, looked-up ones among them
+    sources: tuple[SourceName, ...]  # of drafts
+    # draft_model, or the kind of the head; without either the last source; None: nothing drafts
     proposer: str | None
     load_s: float
     warm_up_s: float  # part of load_s: all that follows the reading of the weights
@@ -211,6 +217,7 @@ class EngineStats:
     cached_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    dead_drafts: int = 0  # times that of 2,000 drafts of a model hardly any were accepted
     step_tokens: int = 0  # of prompts, as steps compute them, and generated
     # [len(STEP_TOKENS) + 1] steps by such tokens; the last is of those with more
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from .api import Verification
+from .api import SourceName, Verification
 
 
 class ConfigError(ValueError):
@@ -32,17 +32,18 @@ class TokenTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    proposer: str = "draft_model"  # a name that engine.proposers knows
+    # What drafts: of each sequence in each step, the one that is expected to do best.
+    sources: tuple[SourceName, ...] = ("prediction", "draft_model")
     num_speculative_tokens: int = 4  # k; 0 decodes plainly
     adaptive: bool = True  # draft fewer tokens, or none, when measurements say that this is faster
     verification: Verification = "block"  # the rule for requests that name none
-    ngram_min_tokens: int = 1  # shortest suffix the ngram proposer looks up
-    ngram_max_tokens: int = 4  # longest suffix it tries first
+    suffix_min_tokens: int = 2  # that must have occurred before for what followed to be drafted
+    suffix_answers_mib: int = 0  # memory for recent answers, which are looked into as well
 
     @property
     def max_drafts(self) -> int:
         """Of a sequence in one step."""
-        return 0 if self.proposer == "none" else self.num_speculative_tokens
+        return self.num_speculative_tokens if self.sources else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,11 +21,13 @@ from .api import (
     NewRequest,
     ReportProgress,
     RequestOutput,
+    SourceName,
     ignore_progress,
 )
 from .config import EngineConfig
 from .logits_processors import ProcessorRegistry
 from .memory.device_memory import DeviceMemory, PageEvent
+from .models.heads.head import Head
 from .models.network import PagedLayers
 from .pace import Pace
 from .request import Request
@@ -34,7 +36,7 @@ from .scheduling.commit import Committer
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequences import Sequences
 from .start_up import make_ready
-from .validation import check_request
+from .validation import check_request, check_sources
 from .worker import LaunchedStep, Worker
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ class Engine:
     def info(self) -> EngineInfo:
         worker, pair, memory = self.worker, self.worker.pair, self.sequences.memory
         max_drafts = worker.slots.max_drafts
-        proposer = pair.head.kind if pair.head else self._config.speculation.proposer
+        sources = tuple(source.name for source in worker.proposer.sources)
         draft = pair.draft or pair.head
         return EngineInfo(
             device=self._config.device,
@@ -87,7 +89,8 @@ class Engine:
             max_num_seqs=self._config.scheduler.max_num_seqs,
             num_speculative_tokens=self._config.speculation.max_drafts,
             max_drafts=max_drafts,
-            proposer=proposer if max_drafts > 0 else None,
+            sources=sources,
+            proposer=_proposer_name(sources, pair.head),
             load_s=self._load_s,
             warm_up_s=self._warm_up_s,
             pid=os.getpid(),
@@ -112,8 +115,9 @@ class Engine:
         self.sequences = Sequences(
             config.scheduler, memory, max_model_len, slots.max_drafts, slots.max_drawn, adaptive
         )
+        self.sequences.on_finish = self.worker.proposer.forget
         self.scheduler = Scheduler(self.sequences, self.worker.proposer)
-        self.committer = Committer(self.sequences)
+        self.committer = Committer(self.sequences, is_learning="first_ks" in learning)
         if self.worker.device.type == "cuda":  # on a CPU nothing would overlap
             self.scheduler.lag = 1
 
@@ -178,6 +182,7 @@ class Engine:
         eos_token_ids = self._config.eos_token_ids
         for new in requests:
             check_request(new, max_model_len, vocab_size, eos_token_ids)
+            check_sources(new.sources, [source.name for source in self.worker.proposer.sources])
             if new.params.grammar is not None and self._grammars is None:
                 raise InvalidRequestError(
                     "grammar: the engine was given no token table or no eos token ids"
@@ -247,6 +252,12 @@ def _grammar_compiler(config: EngineConfig, vocab_size: int) -> "GrammarCompiler
     from .grammars.grammar_compiler import GrammarCompiler  # needs msgspec
 
     return GrammarCompiler(config.token_table, config.eos_token_ids, vocab_size)
+
+
+def _proposer_name(sources: tuple[SourceName, ...], head: Head | None) -> str | None:
+    if "draft_model" in sources:
+        return head.kind if head else "draft_model"
+    return sources[-1] if sources else None
 
 
 def _dtype_name(layers: PagedLayers) -> str:

@@ -11,27 +11,6 @@ if TYPE_CHECKING:
     from .logits_processors import LogitsProcessor
 
 
-class Hits:
-    """How often looked-up drafts of one sequence were accepted, the latest the most important."""
-
-    _KEPT = 0.9  # of what was seen, from step to step
-
-    def __init__(self) -> None:
-        self._accepted = self._tried = 0.0
-
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """Learn from a step, also from one that looked up nothing: bad luck is forgotten."""
-        self._accepted = self._KEPT * self._accepted + num_accepted
-        self._tried = self._KEPT * self._tried + min(num_drafts, num_accepted + 1)
-
-    def acceptance(self, num_matched: int) -> float:
-        """The chance of a draft whose text has agreed with the last `num_matched` tokens.
-
-        Each of those counts as a draft that was accepted (by Laplace's rule of succession).
-        """
-        return (1 + num_matched + self._accepted) / (2 + num_matched + self._tried)
-
-
 class Request:
     """One sequence: its tokens, its parameters, and what a step in flight may do to it."""
 
@@ -65,14 +44,16 @@ class Request:
         self.num_scored_tokens = 0 if scores_prompt else self.num_prompt_tokens
         # Drafts of the step in flight that draws for it; None if there is no such step.
         self.num_drafts_in_flight: int | None = None
+        # Which ones, as far as the host knows; None: a model drafts them on the device.
+        self.drafts_in_flight: list[int] | None = []
         self.returns_drafts = new.returns_drafts
         self.reports_prompt = new.reports_prompt
         self.predicted_token_ids = new.predicted_token_ids
+        self.sources = new.sources
 
         self.grammar: Grammar | None = None  # the engine sets it; compiled by the first step
 
         self.speculates = True
-        self.hits = Hits()  # of looked-up drafts
         self.arrival_s = time.perf_counter()
         self.queue_s = 0.0
         self.num_cached_tokens: int | None = None  # prefix cache hits when it was first admitted
@@ -108,6 +89,10 @@ class Request:
     def most_tokens(self) -> int:
         """The most tokens that the device may know once the step in flight is done."""
         return self.least_tokens + (self.num_drafts_in_flight or 0)
+
+    def may_use(self, source: str) -> bool:
+        """Whether this source may draft for it."""
+        return self.sources is None or source in self.sources
 
     @property
     def bans(self) -> list[str]:
@@ -159,5 +144,5 @@ class Request:
     def start_over(self) -> None:
         """Its pages are gone: everything must be computed again from its tokens."""
         self.memory = self.memory.emptied()  # makes void what is in flight
-        self.num_drafts_in_flight = None
+        self.num_drafts_in_flight, self.drafts_in_flight = None, []
         self.learn([])  # the drafts of a step in flight are void

@@ -1,6 +1,6 @@
 """Refuses bad requests before anything is allocated, so that the loop never meets one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .api import (
     MAX_LOGPROBS,
@@ -51,6 +51,14 @@ def check_request(
         _check("num_speculative_tokens", k, k >= 0, "at least 0")
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_edits(params, vocab_size, frozenset((*params.stop_token_ids, *eos_token_ids)))
+
+
+def check_sources(named: Sequence[str] | None, there: Sequence[str]) -> None:
+    """Raise InvalidRequestError if a request names a source of drafts that is not there."""
+    absent = [name for name in named or () if name not in there]
+    if absent:
+        have = f"this server has {', '.join(there)}" if there else "this server has none"
+        raise InvalidRequestError(f"speculation.sources: {absent[0]!r} is no source here; {have}")
 
 
 def _check_edits(params: SamplingParams, vocab_size: int, ends: frozenset[int]) -> None:

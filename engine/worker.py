@@ -72,7 +72,7 @@ class Worker:
             self.pair.page_size,
             self.device,
             self.pair.vocab_size,
-            k if config.speculation.proposer == "draft_model" else 0,
+            k if "draft_model" in config.speculation.sources else 0,
             len(self.pair.groups),
         )
         self.budget = Budget(

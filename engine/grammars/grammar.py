@@ -1,5 +1,8 @@
 """Which tokens a grammar allows a sequence next. Another process does the parsing."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import numpy as np
 
 from .grammar_messages import Answer, Question
@@ -60,15 +63,15 @@ class Grammar:
         self.drafts, self.masks = [], []
         self._unsent += token_ids
 
-    def fitting(self, token_ids: list[int]) -> list[int]:
-        """The leading ones of these tokens that the grammar allows; they become the drafts."""
-        self.drafts = []
-        if token_ids and self.error is None:
-            self.process.ask([self._question(token_ids, fits=True)])
-            for answer in self.process.answers():
-                self._error = answer.error
-                self.drafts = token_ids[: answer.num_fitting]
-        return self.drafts
+    def fits_question(self, token_ids: list[int]) -> Question:
+        """Asks how many of these tokens may follow the known ones."""
+        return self._question(token_ids, fits=True)
+
+    def add_drafts(self, token_ids: list[int], answer: Answer | None) -> None:
+        """The leading ones of these tokens that the grammar allows become its drafts."""
+        if answer is not None:
+            self._error = answer.error
+            self.drafts = token_ids[: answer.num_fitting]
 
     def next_question(self) -> Question:
         """Asks what may follow `len(masks)` drafts."""
@@ -97,15 +100,32 @@ def compute_masks(grammars: list[Grammar]) -> None:
     """Compute the next mask of each grammar, after one draft more, in parallel."""
     if not grammars:
         return
+    answers = _ask_all(grammars, [grammar.next_question for grammar in grammars])
+    masks = np.zeros((len(grammars), grammars[0].num_words), dtype=np.int32)
+    for grammar, mask, answer in zip(grammars, masks, answers, strict=True):
+        grammar.add_mask(mask, answer)
+
+
+def fit_drafts(grammars: list[Grammar], drafts: list[list[int]]) -> None:
+    """Cut the drafts of each sequence to those that its grammar allows, in parallel."""
+    for grammar in grammars:
+        grammar.drafts = []
+    questions = [partial(g.fits_question, ids) for g, ids in zip(grammars, drafts, strict=True)]
+    for grammar, ids, answer in zip(grammars, drafts, _ask_all(grammars, questions), strict=True):
+        grammar.add_drafts(ids, answer)
+
+
+def _ask_all(
+    grammars: list[Grammar], questions: Sequence[Callable[[], Question]]
+) -> list[Answer | None]:
+    """The answers of all processes, which work at the same time; None: it has failed."""
     asking: dict[GrammarProcess, list[int]] = {}
     for i, grammar in enumerate(grammars):
         if grammar.error is None:
             asking.setdefault(grammar.process, []).append(i)
     for process, rows in asking.items():
-        process.ask([grammars[i].next_question() for i in rows])
+        process.ask([questions[i]() for i in rows])
     answers: dict[int, Answer] = {}
     for process, rows in asking.items():
         answers |= zip(rows, process.answers(), strict=False)  # no answers if the process died
-    masks = np.zeros((len(grammars), grammars[0].num_words), dtype=np.int32)
-    for i, grammar in enumerate(grammars):
-        grammar.add_mask(masks[i], answers.get(i))
+    return [answers.get(i) for i in range(len(grammars))]

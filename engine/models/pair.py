@@ -58,7 +58,7 @@ class ModelPair:
         self.head: Head | None = None
         self._layers: dict[str, PagedLayers] = {"target": self.target}
         speculation = config.speculation
-        drafts = speculation.proposer == "draft_model" and speculation.max_drafts > 0
+        drafts = "draft_model" in speculation.sources and speculation.max_drafts > 0
         if drafts and config.draft is not None:
             progress = partial(report, "loading the draft")
             if config.draft.is_mtp or head_kind(config.draft.path):

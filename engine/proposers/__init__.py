@@ -1,5 +1,8 @@
 """The sources of drafts, by name. To add one, write its file and enter it here."""
 
+from typing import get_args
+
+from ..api import SourceName
 from ..config import EngineConfig
 from ..logit_edits import LogitEdits
 from ..models.heads.block_head import BlockHead
@@ -7,16 +10,15 @@ from ..models.heads.eagle3 import Eagle3Head
 from ..models.heads.head import AutoregressiveHead, Head
 from ..models.network import Network
 from ..models.pair import ModelPair
-from ..request import Request
 from ..state.slots import Slots
 from .block import BlockByBlock, MasksAfterAnchor, MasksAfterLastRow
 from .draft_model import DraftModel
 from .draws import Draws
 from .head import Drafter, HeadSource
 from .lookup import Lookup
-from .ngram import NgramLookup
 from .predictions import Prediction
 from .proposer import Proposer, Source
+from .suffix import RecentAnswers, Suffixes
 from .token_by_token import LastRows, TokenByToken
 
 __all__ = ["Proposer", "build_proposer"]
@@ -25,35 +27,33 @@ __all__ = ["Proposer", "build_proposer"]
 def build_proposer(
     config: EngineConfig, slots: Slots, edits: LogitEdits, pair: ModelPair
 ) -> Proposer:
-    """What clients predict, and then the configured source; raises ValueError naming the known
-    ones.
-    """
+    """The configured sources; raises ValueError naming the known ones."""
+
+    def build(name: SourceName) -> Source:
+        if name == "prediction":
+            return Lookup(name, Prediction.of, slots)
+        if name == "suffix":
+            answers = RecentAnswers(speculation.suffix_answers_mib << 20)
+            fewest = speculation.suffix_min_tokens
+            return Lookup(
+                name, lambda r: Suffixes(fewest, r.memory.cache_salt, answers), slots, answers.add
+            )
+        if pair.head is not None:
+            return _head_source(pair.head, pair.target, slots, edits)
+        if pair.draft is not None:
+            return DraftModel(pair.draft, slots, edits, config.scheduler.max_num_batched_tokens)
+        raise ValueError(
+            "the source draft_model needs a draft; name one, or choose from prediction, suffix"
+        )
+
+    speculation = config.speculation
+    known = get_args(SourceName)
+    if unknown := [name for name in speculation.sources if name not in known]:
+        raise ValueError(f"unknown source of drafts {unknown[0]!r}; known: {', '.join(known)}")
     if slots.max_drafts == 0:
         return Proposer([])
-
-    def predicted(request: Request) -> Prediction | None:
-        return Prediction(request) if request.predicted_token_ids else None
-
-    predictions = Lookup("prediction", predicted, slots)
-    return Proposer([predictions, _configured(config, slots, edits, pair)])
-
-
-def _configured(config: EngineConfig, slots: Slots, edits: LogitEdits, pair: ModelPair) -> Source:
-    speculation = config.speculation
-    if speculation.proposer == "ngram":
-        lens = speculation.ngram_min_tokens, speculation.ngram_max_tokens
-        return Lookup("ngram", lambda _: NgramLookup(*lens), slots)
-    if speculation.proposer != "draft_model":
-        raise ValueError(
-            f"unknown proposer {speculation.proposer!r}; known: draft_model, ngram, none"
-        )
-    if pair.head is not None:
-        return _head_source(pair.head, pair.target, slots, edits)
-    if pair.draft is None:
-        raise ValueError(
-            "the draft_model proposer needs a draft; name one, or choose another proposer"
-        )
-    return DraftModel(pair.draft, slots, edits, config.scheduler.max_num_batched_tokens)
+    # Those that look drafts up are asked first: the plan says for whom they draft.
+    return Proposer([build(name) for name in known if name in speculation.sources])
 
 
 def _head_source(head: Head, target: Network, slots: Slots, edits: LogitEdits) -> HeadSource:

@@ -65,6 +65,10 @@ class DraftModel(Source):
         progress = partial(report, "capturing the draft's graphs")
         self.draws.capture(self._draft.capture(2, self._most_rows, False, progress))
 
+    def can_draft(self, request: Request) -> bool:
+        """Not behind drafts in flight that it has not read: nobody knows how many are accepted."""
+        return not request.drafts_in_flight
+
     def propose(self, plan: Plan, wanted: Counts) -> Counts:
         """Compute, in one ragged batch, what the draft has not computed yet, and then draft."""
         reading = self._missed(plan, wanted)

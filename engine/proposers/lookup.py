@@ -1,18 +1,19 @@
 """One-hot drafts that are looked up in a text: in the request's own, or in what it predicts."""
 
 from collections.abc import Callable
+from itertools import accumulate, repeat
+from operator import mul
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from outrider.kernels.verify.sampling import MAX_DRAFTS
 
+from ..api import SourceName
 from ..request import Request
-from ..scheduling.plan import Plan, ScheduledRequest, SourceName, Wish
+from ..scheduling.acceptance import Hits, OwnHits
+from ..scheduling.plan import Plan, ScheduledRequest, Wish
 from ..state.slots import Slots
 from .proposer import Counts, Source
-
-# Tokens that must agree before a step goes without drafts, so that lookups may follow a model's.
-SURE_TOKENS = 4
 
 
 class Found(NamedTuple):
@@ -20,6 +21,9 @@ class Found(NamedTuple):
 
     token_ids: list[int]  # what follows the known tokens there
     num_matched: int  # how many tokens before that are the last known ones
+    # Of each token, among the places that agree with as many: how many go on so until there.
+    shares: list[float] | None = None  # None: all
+    place: int = 0
 
 
 class Text(Protocol):
@@ -29,40 +33,38 @@ class Text(Protocol):
         """What may follow these known tokens, at most so many; None: nothing is known of it."""
 
 
-class Line:
-    """The drafts of one request, step after step.
+class _Line:
+    """What the text of one request has had next, and how often that came true.
 
-    A step in flight is assumed to bring what its text has next: its drafts, if they are the same,
-    and one token more. Two steps have no drafts. One comes after drafts of another source, since
-    nobody knows how many of them are accepted, if the text is sure enough; the other after drafts
-    that led away, since no other source has seen them.
+    It is told by the tokens that come, whoever drafted them, and even if nobody did.
     """
 
-    def __init__(self, text: Text) -> None:
-        self._text = text
-        self._drafts: list[int] | None = []  # of the last step; None: they are another source's
+    def __init__(self, text: Text, hits: Hits) -> None:
+        """`hits` are those of all sequences."""
+        self._text, self._hits = text, hits
+        self._own_hits = OwnHits()
+        self._found: Found | None = None
+        self._num_known = 0
 
-    def wish(self, request: Request) -> Wish | None:
-        """The next drafts; None leaves the step to the next source."""
-        found = self._text.find(request.token_ids, 2 * MAX_DRAFTS + 1)
-        if not request.is_in_flight:
-            return self._wish(found, 0) if found is not None else None
-        has_drafts = bool(self._drafts)
+    def find(self, token_ids: list[int]) -> tuple[Found, float] | None:
+        """What may come next, and the chance of each token if those before it have come."""
+        self._learn(token_ids[self._num_known :])
+        self._num_known = len(token_ids)
+        self._found = found = self._text.find(token_ids, 2 * MAX_DRAFTS + 1)
         if found is None:
-            return Wish([]) if has_drafts else None
-        if self._drafts is None:
-            return Wish([]) if found.num_matched >= SURE_TOKENS else None
-        is_right = self._drafts == found.token_ids[: len(self._drafts)]
-        wish = self._wish(found, 1 + is_right * len(self._drafts))
-        return wish._replace(is_alone=has_drafts)
+            return None
+        of_all = self._hits.chance(found.num_matched)
+        return found, self._own_hits.chance(found.num_matched, of_all)
 
-    def follow(self, drafts: list[int] | None) -> None:
-        """What was drafted in the step; None: another source drafts."""
-        self._drafts = drafts
-
-    def _wish(self, found: Found, num_assumed: int) -> Wish:
-        drafts = found.token_ids[num_assumed : num_assumed + MAX_DRAFTS]
-        return Wish(drafts, found.num_matched, num_assumed, is_alone=False)
+    def _learn(self, come: list[int]) -> None:
+        if self._found is None or not come:
+            return
+        pairs = zip(self._found.token_ids, come, strict=False)
+        are_right = [expected == token_id for expected, token_id in pairs]
+        num_right = [*are_right, False].index(False)
+        num_tried = min(num_right + 1, len(are_right))
+        self._hits.observe(self._found.num_matched, num_tried, num_right)
+        self._own_hits.observe(num_tried, num_right)
 
 
 class Lookup(Source):
@@ -70,48 +72,73 @@ class Lookup(Source):
 
     It wishes for as many drafts as it finds, whatever k is for other sources. The scheduler decides
     how many are worth their rows.
+
+    A step in flight is assumed to bring what the text has next: its drafts, if they were looked up
+    and are the same, and one token more. Of a model's drafts nobody knows how many are accepted: a
+    step must pass without any before lookups can follow.
     """
 
     def __init__(
-        self, name: SourceName, text_of: Callable[[Request], Text | None], slots: Slots
+        self,
+        name: SourceName,
+        text_of: Callable[[Request], Text | None],
+        slots: Slots,
+        keep_answer: Callable[[Request], None] = lambda _: None,
     ) -> None:
+        """`keep_answer` gets each request that has ended."""
         self.name = name
+        self._keep_answer = keep_answer
         self._text_of = text_of
         self._slots = slots
-        self._lines: WeakKeyDictionary[Request, Line | None] = WeakKeyDictionary()
+        self._hits = Hits()
+        self._lines: WeakKeyDictionary[Request, _Line | None] = WeakKeyDictionary()
+
+    def forget(self, request: Request) -> None:
+        self._keep_answer(request)
 
     def looks_up(self, request: Request) -> bool:
         return self._line(request) is not None
 
     def wish(self, request: Request) -> Wish | None:
         line = self._line(request)
-        wish = None if line is None else line.wish(request)
-        return None if wish is None else wish._replace(source=self.name)
+        sight = line and line.find(request.token_ids)
+        if not sight:
+            return None
+        found, chance = sight
+        coming, num_assumed = request.drafts_in_flight, 0
+        if request.is_in_flight:
+            is_right = coming is not None and coming == found.token_ids[: len(coming)]
+            num_assumed = 1 + (len(coming) if coming and is_right else 0)
+        drafts = found.token_ids[num_assumed : num_assumed + MAX_DRAFTS]
+        chances = [*accumulate(repeat(chance, num_assumed + len(drafts)), mul)]
+        if found.shares:
+            chances = [c * share for c, share in zip(chances, found.shares, strict=False)]
+        return Wish(self.name, drafts, chances[num_assumed:], waits=coming is None)
 
     def propose(self, plan: Plan, wanted: Counts) -> Counts:
-        found = []
-        for scheduled in plan.drawing:
-            if (line := self._line(scheduled.request)) is None:
-                continue
-            drafts = self._drafts_of(scheduled)
-            if drafts is not None:
-                found.append((scheduled, drafts))
-            line.follow([] if scheduled.max_drafts == 0 else drafts)
-        self._slots.write_drafts([(scheduled.request, drafts) for scheduled, drafts in found])
-        return {scheduled.slot: len(drafts) for scheduled, drafts in found}
+        wished = [
+            (s, s.wish.drafts[: s.max_drafts])
+            for s in plan.drawing
+            if s.wish is not None and s.wish.source == self.name
+        ]
+        found = [(s.request, drafts) for s, drafts in _allowed(wished) if drafts]
+        self._slots.write_drafts(found)
+        return {request.slot: len(drafts) for request, drafts in found if request.slot is not None}
 
-    def _drafts_of(self, scheduled: ScheduledRequest) -> list[int] | None:
-        """What it wished for, as far as there is room; None: others may draft."""
-        grammar, wish = scheduled.request.grammar, scheduled.wish
-        if wish is None or wish.source != self.name:
-            return None
-        drafts = wish.drafts[: scheduled.max_drafts]
-        if drafts and grammar is not None:
-            drafts = grammar.fitting(drafts)
-        return drafts if drafts or wish.is_alone else None
-
-    def _line(self, request: Request) -> Line | None:
+    def _line(self, request: Request) -> _Line | None:
         if request not in self._lines:
             text = self._text_of(request)
-            self._lines[request] = None if text is None else Line(text)
+            self._lines[request] = None if text is None else _Line(text, self._hits)
         return self._lines[request]
+
+
+def _allowed(
+    wished: list[tuple[ScheduledRequest, list[int]]],
+) -> list[tuple[ScheduledRequest, list[int]]]:
+    """The same drafts, as far as their grammars allow. Where none is left, others may draft."""
+    bound = [(s.request.grammar, drafts) for s, drafts in wished if s.request.grammar is not None]
+    if bound:
+        from ..grammars.grammar import fit_drafts  # needs msgspec
+
+        fit_drafts([grammar for grammar, _ in bound], [drafts for _, drafts in bound])
+    return [(s, s.request.grammar.drafts if s.request.grammar else ids) for s, ids in wished]

@@ -4,9 +4,35 @@ import numpy as np
 
 from ..request import Request
 from .lookup import Found
-from .ngram import ends_of_longest_suffix, num_alike
 
 MIN_TOKENS, MAX_TOKENS = 2, 32  # of an answer, by which its place in the prediction is found
+
+
+def ends_of_longest_suffix(
+    text_np: np.ndarray, suffix_np: np.ndarray, min_tokens: int, max_tokens: int
+) -> np.ndarray:
+    """Where the longest suffix of `suffix_np` that occurs in a text ends there, in order.
+
+    Shorter suffixes than `min_tokens` do not count, and longer ones than `max_tokens` are cut.
+    Shape: [T], [S] -> [N], each in 1..T.
+    """
+    ends_np = np.flatnonzero(text_np == suffix_np[-1]) + 1
+    longest_np = ends_np[:0]
+    for n in range(1, min(max_tokens, len(suffix_np)) + 1):
+        ends_np = ends_np[ends_np >= n]
+        ends_np = ends_np[text_np[ends_np - n] == suffix_np[-n]]
+        if len(ends_np) == 0:
+            break
+        if n >= min_tokens:
+            longest_np = ends_np
+    return longest_np
+
+
+def num_alike(text_np: np.ndarray, suffix_np: np.ndarray) -> int:
+    """How many tokens at the end of both are the same, up to MAX_TOKENS. Shape: [T], [S]."""
+    most = min(len(text_np), len(suffix_np), MAX_TOKENS)
+    differs_np = text_np[len(text_np) - most :] != suffix_np[len(suffix_np) - most :]
+    return int(differs_np[::-1].argmax()) if differs_np.any() else most
 
 
 class Prediction:
@@ -23,6 +49,10 @@ class Prediction:
         self._place = 0
         self._found: int | None = None  # behind so many known tokens
         self._num_known = 0
+
+    @classmethod
+    def of(cls, request: Request) -> "Prediction | None":
+        return cls(request) if request.predicted_token_ids else None
 
     def find(self, token_ids: list[int], num_tokens: int) -> Found | None:
         """What the prediction has after the last of these tokens, if it has them anywhere."""

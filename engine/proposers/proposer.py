@@ -9,10 +9,10 @@ from torch import Tensor
 
 from outrider.kernels.verify.sampling import STATE_LOG_Z
 
-from ..api import ReportProgress
+from ..api import ReportProgress, SourceName
 from ..models.network import Pass
 from ..request import Request
-from ..scheduling.plan import Plan, SourceName, Wish
+from ..scheduling.plan import Plan, Wish
 from ..state.host_copy import uploaded
 from ..state.slots import DraftDistributions
 from .draws import Draws
@@ -38,11 +38,12 @@ class Source(ABC):
         return False
 
     def wish(self, request: Request) -> Wish | None:
-        """What it would draft in the next step; None: it does not know yet, or nothing.
-
-        Called once for every step that draws for it.
-        """
+        """What it would draft in the next step; None: it knows nothing, or draws its drafts."""
         return None
+
+    def can_draft(self, request: Request) -> bool:
+        """Whether it could draft for it in the next step, if it draws its drafts."""
+        return True
 
     @abstractmethod
     def propose(self, plan: Plan, wanted: Counts) -> Counts:
@@ -56,6 +57,10 @@ class Source(ABC):
         """Called with the target's pass after a step is verified, and before the next sequence is
         seated.
         """
+        return
+
+    def forget(self, request: Request) -> None:
+        """Called when a sequence has ended."""
         return
 
     def rehearse(self, scored: Pass) -> None:
@@ -72,13 +77,15 @@ class Source(ABC):
 
 
 class Proposer:
-    """Each sequence is drafted for by the first source that knows something of it.
+    """Each sequence is drafted for by the source that the plan names, or by a model.
 
     At most one source draws its drafts. `distributions` holds what they were drawn from.
+    A source that fails leaves its sequences to the others, and the log has its first failure.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = list(sources)
+        self._failed: set[SourceName] = set()
         self._draws: Draws | None = next((s.draws for s in sources if s.draws), None)
 
     @property
@@ -90,27 +97,44 @@ class Proposer:
         """Whether it heeds the plan's `least_chance`."""
         return self._draws is not None and self._draws.stops_early
 
+    def draws_for(self, request: Request) -> bool:
+        """Whether a model could draft for this sequence in the next step."""
+        return any(source.draws and source.can_draft(request) for source in self._of(request))
+
     def looks_up(self, request: Request) -> bool:
         """Whether a source may wish for drafts of this sequence."""
-        return any(source.looks_up(request) for source in self.sources)
+        return any(source.looks_up(request) for source in self._of(request))
 
-    def wish(self, request: Request) -> Wish | None:
-        """What the first source that knows it would draft for a sequence in the next step."""
-        for source in self.sources:
+    def wishes(self, request: Request) -> list[Wish]:
+        """What each source would draft for a sequence in the next step, without a model."""
+        wishes = []
+        for source in self._of(request):
             try:
                 if (wish := source.wish(request)) is not None:
-                    return wish
+                    wishes.append(wish)
             except Exception:
-                log.exception("the source %s failed to look up", source.name)
-        return None
+                self._report(source)
+        return wishes
+
+    def _of(self, request: Request) -> Iterator[Source]:
+        return (source for source in self.sources if request.may_use(source.name))
+
+    def _report(self, source: Source) -> None:
+        """Log the exception at hand, if it is the first of its source."""
+        if source.name not in self._failed:
+            self._failed.add(source.name)
+            others = [other.name for other in self.sources if other.name not in self._failed]
+            log.exception(
+                "the source %s failed to draft, and may do so again; %s",
+                source.name,
+                f"these go on: {', '.join(others)}" if others else "sequences decode plainly",
+            )
 
     def propose(self, plan: Plan) -> list[int]:
         """Draft up to `max_drafts` tokens for each drawing sequence of a plan.
 
-        Where the plan has a wish, its source drafts and no other.
         Returns k_i of every sequence: that many drafts lie in its slot, after the known tokens.
-        What a source that fails should have drafted for is left to the next ones; without drafts
-        a sequence decodes plainly in the same step.
+        Without drafts it decodes plainly in the same step.
         """
         left = {scheduled.slot: scheduled.max_drafts for scheduled in plan.drawing}
         drafted: Counts = {}
@@ -120,7 +144,7 @@ class Proposer:
                 if source.draws is None:
                     self._mark_one_hot([slot for slot, k in counts.items() if k > 0])
             except Exception:
-                log.exception("the source %s failed to draft", source.name)
+                self._report(source)
                 continue
             drafted |= counts
             left = {slot: k for slot, k in left.items() if slot not in counts}
@@ -136,7 +160,7 @@ class Proposer:
         return {
             scheduled.slot: min(left[scheduled.slot], scheduled.max_drawn)
             for scheduled in plan.drawing
-            if scheduled.slot in left
+            if scheduled.slot in left and scheduled.request.may_use(source.name)
         }
 
     def _mark_one_hot(self, slots: list[int]) -> None:
@@ -154,6 +178,14 @@ class Proposer:
                 source.follow(plan, scored)
         except Exception:
             log.exception("drafting could not follow this step; its sequences decode plainly")
+
+    def forget(self, request: Request) -> None:
+        """Called when a sequence has ended."""
+        for source in self.sources:
+            try:
+                source.forget(request)
+            except Exception:
+                self._report(source)
 
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
         """Dummy draws that together launch every sampling kernel."""

@@ -12,17 +12,15 @@ as this pays: while the chance of the next draft is worth more than its time, at
 of tokens a second. Then only one choice is left here: to draft, or not to.
 """
 
-import operator
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate
-from statistics import median
+from math import fsum
+from statistics import fmean, median
 
+from .acceptance import Acceptance
 from .lookups import ROW_COST, Worth, worth
 
-PRIOR_ACCEPTANCE, PRIOR_STEPS = 0.7, 8  # acceptance assumed at first, and its weight in steps
-ACCEPTANCE_WEIGHT = 1 / 48  # least weight of a step in the running acceptance
 NUM_TIMES, MIN_TIMES = 9, 4  # for each batch size and k: step times kept, and needed
 UNLIKELY = 0.1  # chance below which no draft pays, whatever it costs
 NUM_RECENT = 32  # steps that show the present number of tokens a second
@@ -32,6 +30,7 @@ CLOSE = 0.9  # another k that promises at least so much costs next to nothing to
 # Between trials; doubles while no other k is close.
 SHORTEST_INTERVAL_STEPS, LONGEST_INTERVAL_STEPS = 48, 256
 TRIAL_STEPS = 4
+ROWS_KEPT_STEPS = 32  # after so many steps without lookups one more of their costs is forgotten
 
 
 class AdaptiveSpeculation:
@@ -50,9 +49,7 @@ class AdaptiveSpeculation:
         """
         self._max_k, self._stops_early = max_k, stops_early
         self._first_ks = [k for k in first_ks if k <= max_k]
-        # [max_k] P(draft j is accepted | those before it are), and how many steps measured it
-        self._acceptance = [PRIOR_ACCEPTANCE] * max_k
-        self._num_seen = [PRIOR_STEPS] * max_k
+        self.acceptance = Acceptance(max_k)
         # By batch bucket.
         self._costs: dict[int, _StepCosts] = {} if known is None else known._costs
         for costs in self._costs.values():
@@ -61,6 +58,8 @@ class AdaptiveSpeculation:
         self._interval_steps = self._steps_until_trial = SHORTEST_INTERVAL_STEPS
         self._trial: list[int] = []  # k of the next steps, while another k is tried
         self._tries_more = True
+        # Whether the step that was last chosen for teaches what it costs: only without lookups.
+        self.is_measuring = False
 
     def choose(self, num_seqs: int, *, is_timed: bool = True) -> int:
         """k for a step that decodes `num_seqs` sequences.
@@ -69,17 +68,20 @@ class AdaptiveSpeculation:
         no moment to try another k.
         """
         costs = self._costs_of(num_seqs)
+        unknown = self._first_unknown(costs)
+        self.is_measuring = is_timed and (unknown is not None or bool(self._trial))
+        if unknown is not None:
+            return unknown if is_timed else 0
         if self._max_k == 0:
             return 0
-        if (k := self._first_unknown(costs)) is not None:
-            return k if is_timed else 0
-        if is_timed and self._trial:
+        if self.is_measuring:
             return self._trial.pop()
         rates = self._rates(costs)
         self._update_choice(rates)
         self._steps_until_trial -= 1
         if is_timed and self._steps_until_trial < 0:
             self._start_trial(rates)
+            self.is_measuring = True
             return self._trial.pop()
         return self._chosen
 
@@ -95,20 +97,18 @@ class AdaptiveSpeculation:
         if not (self._stops_early and costs.is_known(0) and costs.is_known(1)):
             return UNLIKELY
         # The next draft is accepted about as often as a first one.
-        return costs.tokens_for_a_draft() / self._acceptance[0]
-
-    def accepted(self, k: int) -> float:
-        """How many of k drafts of a model are expected to be accepted."""
-        return sum(accumulate(self._acceptance[:k], operator.mul), 0.0)
+        return costs.tokens_for_a_draft() / self.acceptance.by_position[0]
 
     def worth(self, num_seqs: int, k: int) -> Worth:
         """What looked-up drafts are compared with: a step with k drafts of a model."""
-        costs = self._costs_of(num_seqs)
+        costs, num_tokens = self._costs_of(num_seqs), 1 + self.acceptance.expected(k)
         if not costs.is_known(0):
-            return worth(num_seqs, 1 + self.accepted(k))
-        of_a_row = costs.of_a_row() if costs.knows_rows else ROW_COST * costs.of(0)
+            return worth(num_seqs, num_tokens)
+        of_a_row, of_any = ROW_COST * costs.of(0), 0.0
+        if costs.knows_rows:
+            of_a_row, of_any = costs.of_rows()
         of_a_step = costs.of(k) if costs.is_known(1) else costs.of(0)
-        return worth(num_seqs, 1 + self.accepted(k), of_a_row / of_a_step)
+        return worth(num_seqs, num_tokens, of_a_row / of_a_step, of_any / of_a_step)
 
     def observe(
         self,
@@ -128,19 +128,14 @@ class AdaptiveSpeculation:
         `num_looked_up` drafts were from texts, of sequences besides those of `wanted`. A step with
         such drafts shows what their rows cost, if it has no others.
         """
-        for j in range(max(wanted, default=0)):
-            reached = [a for w, a in zip(wanted, accepted, strict=True) if j < w and j <= a]
-            if reached:
-                share = sum(a > j for a in reached) / len(reached)
-                self._num_seen[j] += 1
-                weight = max(ACCEPTANCE_WEIGHT, 1 / self._num_seen[j])
-                self._acceptance[j] += weight * (share - self._acceptance[j])
+        self.acceptance.observe(wanted, accepted)
         if num_looked_up:
             self._previous_k = 0
             if elapsed_s is not None and not any(wanted):
                 num_rows = num_looked_up / max(1, num_seqs)
                 self._costs_of(num_seqs).observe_rows(num_rows, elapsed_s)
             return
+        self._costs_of(num_seqs).forget_rows()
         if k is None:
             return
         catches_up = k > 0 and self._previous_k == 0  # the draft reads what it missed meanwhile
@@ -187,7 +182,7 @@ class AdaptiveSpeculation:
         """
         num_tokens = survival = 1.0
         rates = {0: 1 / costs.of(0)}
-        for k, acceptance in enumerate(self._acceptance, 1):
+        for k, acceptance in enumerate(self.acceptance.by_position, 1):
             survival *= acceptance
             num_tokens += survival
             rates[k] = num_tokens / costs.of(k)
@@ -214,16 +209,32 @@ class _StepCosts:
         self._warmed: set[int] = set()
         # Steps with looked-up drafts: rows for these, as many a sequence on the average, and cost.
         self._rows: deque[tuple[float, float]] = deque(maxlen=NUM_RECENT)
+        self._num_without = 0  # steps without any
 
     @property
     def knows_rows(self) -> bool:
         return len(self._rows) >= MIN_TIMES
 
-    def of_a_row(self) -> float:
-        """The cost of another row for each sequence, without the drafting of a model."""
-        num_rows = sum(rows for rows, _ in self._rows)
-        cost = sum(cost for _, cost in self._rows)
-        return max(LEAST_ROW_COST, (cost - len(self._rows) * self.of(0)) / num_rows)
+    def of_rows(self) -> tuple[float, float]:
+        """The cost of another row for each sequence, without the drafting of a model, and of having
+        any: the line through the costs of steps with many and with few.
+        """
+        rows, costs = zip(*self._rows, strict=True)
+        num_rows, extra = fmean(rows), max(0.0, fmean(costs) - self.of(0))
+        most = max(LEAST_ROW_COST, extra / num_rows)  # if their number costs all
+        spread = fsum((each - num_rows) ** 2 for each in rows)
+        if spread < len(rows) * (num_rows / 8) ** 2:  # too little to tell the two apart
+            return most, 0.0
+        line = zip(rows, costs, strict=True)
+        slope = fsum((each - num_rows) * cost for each, cost in line) / spread
+        slope = min(most, max(LEAST_ROW_COST, slope))
+        return slope, max(0.0, extra - slope * num_rows)
+
+    def forget_rows(self) -> None:
+        """Called for each step without looked-up drafts: if they were too dear, try them again."""
+        self._num_without += 1
+        if self._num_without % ROWS_KEPT_STEPS == 0 and self._rows:
+            self._rows.popleft()
 
     def observe_rows(self, num_rows: float, elapsed_s: float) -> None:
         """Learn from a step with so many rows a sequence for looked-up drafts, and no others."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..api import STEP_TOKENS, RequestOutput
 from ..request import Request
+from .acceptance import DeadDrafts
 from .adaptive_speculation import times_decoding
 from .plan import Plan, ScheduledRequest
 from .sequences import Sequences
@@ -18,10 +19,12 @@ class Committer:
     that was preempted after its launch is void: it is skipped.
     """
 
-    def __init__(self, sequences: Sequences) -> None:
+    def __init__(self, sequences: Sequences, *, is_learning: bool = False) -> None:
+        """`is_learning`: the sequences are dummies, whose drafts need not be good."""
         self._sequences = sequences
         self._memory, self._stats = sequences.memory, sequences.stats
         self._max_model_len = sequences.max_model_len
+        self._dead_drafts = None if is_learning else DeadDrafts()
 
     def put_in_flight(self, plan: Plan) -> None:
         """Record what a launched step computes; what it draws is recorded by `commit`. The step
@@ -33,6 +36,7 @@ class Committer:
                 continue
             if scheduled.draws:
                 request.num_drafts_in_flight = scheduled.num_drafts
+                request.drafts_in_flight = scheduled.known_drafts
             self._memory.launch(scheduled.memory, scheduled.relative_end, scheduled.draft_end)
 
     def commit(self, plan: Plan, elapsed_s: float) -> list[RequestOutput]:
@@ -69,18 +73,22 @@ class Committer:
 
         Looked-up drafts say nothing of a model's, for which k is chosen.
         """
+        drawn = [s for s in plan.drawing if not s.is_looked_up]
+        wanted, accepted = [s.num_drafts for s in drawn], [len(s.token_ids) - 1 for s in drawn]
+        if self._dead_drafts is not None:
+            self._stats.dead_drafts += self._dead_drafts.observe(sum(wanted), sum(accepted))
         adaptive = self._sequences.adaptive
         if adaptive is None or not plan.drawing:
+            self._sequences.acceptance.observe(wanted, accepted)
             return
-        drawn = [s for s in plan.drawing if not s.is_looked_up]
         num_prefill_rows = sum(s.num_new_tokens for s in plan.scheduled) - len(plan.scheduled)
         is_timed = plan.follows_another and times_decoding(num_prefill_rows, len(plan.drawing))
         are_open = [s for s in drawn if s.request.params.num_speculative_tokens is None]
         adaptive.observe(
             max((s.num_drafts for s in are_open), default=None),
             plan.num_decoding,
-            [s.num_drafts for s in drawn],
-            [len(s.token_ids) - 1 for s in drawn],
+            wanted,
+            accepted,
             elapsed_s if is_timed else None,
             sum(s.num_drafts for s in plan.drawing if s.is_looked_up),
         )
@@ -105,7 +113,7 @@ class Committer:
 
     def _commit_drawn(self, scheduled: ScheduledRequest) -> RequestOutput:
         request, num_drafts = scheduled.request, scheduled.num_drafts
-        request.num_drafts_in_flight = None
+        request.num_drafts_in_flight, request.drafts_in_flight = None, []
         drawn = scheduled.token_ids
         num_accepted = len(drawn) - 1
         if is_bad := scheduled.is_bad or scheduled.has_nan:
@@ -118,7 +126,6 @@ class Committer:
             # The accepted drafts lead to a dead end. They are kept, as they would be in plain
             # decoding: redrawing would bias the output away from dead ends.
             drawn = drawn[:num_accepted]
-        request.hits.observe(*((num_drafts, num_accepted) if scheduled.is_looked_up else (0, 0)))
         if num_drafts:
             for j in range(num_drafts):
                 self._stats.drafted_per_position[j] += 1
@@ -139,7 +146,7 @@ class Committer:
             prompt_logprobs=scheduled.prompt_logprobs,
             draft_token_ids=scheduled.draft_token_ids,
             num_computed_prompt_tokens=num_computed,
-            is_predicted=scheduled.source == "prediction",
+            source=scheduled.source,
         )
         if request.finish_reason is not None:
             self._sequences.finish(request)

@@ -1,41 +1,53 @@
 """How many looked-up drafts a step has: as many as are worth the rows that verify them."""
 
+from collections.abc import Sequence
+
 ROW_COST = 1 / 8  # assumed at first, as a share of a step that has one row a sequence
 
 
-def worth(num_seqs: int, num_tokens: float = 1.0, row_cost: float = ROW_COST) -> "Worth":
+def worth(
+    num_seqs: int, num_tokens: float = 1.0, row_cost: float = ROW_COST, any_cost: float = 0.0
+) -> "Worth":
     """Of a step of so many sequences, each of which is expected to get `num_tokens`.
 
-    `row_cost` is that of one more row for each of them, as a share of the step.
+    `row_cost` is that of one more row for each of them, as a share of the step, and `any_cost` what
+    a step with looked-up drafts costs besides, however few they are.
     """
     num_seqs = max(1, num_seqs)
-    return Worth(num_seqs * num_tokens, row_cost / num_seqs)
+    return Worth(num_seqs * num_tokens, row_cost / num_seqs, any_cost)
 
 
 class Worth:
     """What a step is expected to bring, and what it costs; grows with the drafts that it takes."""
 
-    def __init__(self, num_tokens: float, row_cost: float) -> None:
+    def __init__(self, num_tokens: float, row_cost: float, any_cost: float = 0.0) -> None:
         """`num_tokens`: of all sequences, before any draft is looked up. `row_cost`: of another
-        row, as a share of the step so far.
+        row, as a share of the step so far; `any_cost` of those that follow together.
         """
         self._num_tokens, self._cost, self._row_cost = num_tokens, 1.0, row_cost
+        self._num_without, self._any_cost = num_tokens, any_cost
 
-    def take(self, acceptance: float, num_assumed: int, most: int, otherwise: float = 0.0) -> int:
-        """How many drafts of a sequence pay: those that raise the step's tokens per time.
+    @property
+    def pays(self) -> bool:
+        """Whether all that was taken is worth what it costs together."""
+        return self._num_tokens > self._num_without * (self._cost + self._any_cost)
 
-        Each is accepted with this chance if those before it are, and if so are `num_assumed` tokens
-        on their way. None, if other drafts are expected to bring more (`otherwise`).
+    def best(self, chances: Sequence[float]) -> tuple[int, float]:
+        """How many drafts of a sequence pay, and how many of them are expected to be accepted.
+
+        Those pay that raise the step's tokens per time. `chances[j]` is that of draft j and all
+        before it; it never rises.
         """
-        chance, num_tokens, cost = acceptance**num_assumed, self._num_tokens, self._cost
+        num_tokens, cost = self._num_tokens, self._cost
         count, gain = 0, 0.0
-        while count < most:
-            chance *= acceptance
+        for chance in chances:
             if chance * cost <= self._row_cost * num_tokens:
                 break
             count, gain = count + 1, gain + chance
             num_tokens, cost = num_tokens + chance, cost + self._row_cost
-        if gain < otherwise:
-            return 0
-        self._num_tokens, self._cost = num_tokens, cost
-        return count
+        return count, gain
+
+    def take(self, count: int, gain: float) -> None:
+        """The step has these drafts."""
+        self._num_tokens += gain
+        self._cost += count * self._row_cost

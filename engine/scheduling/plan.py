@@ -3,15 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isnan
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ..api import TokenLogprobs
+from ..api import SourceName, TokenLogprobs
 from ..memory.sequence import SequenceMemory
 from ..request import Request
-
-SourceName = Literal["prediction", "ngram", "draft_model"]  # a head's drafts count as a model's
 
 # (whether any sequence filters, whether any samples): kernels leave out what is not needed.
 SAMPLING_KINDS = ((True, True), (False, True), (False, False))
@@ -24,11 +22,11 @@ MAX_PROMPT_LOGITS = 512
 class Wish(NamedTuple):
     """What a source would draft for a sequence, known before the step is planned."""
 
+    source: SourceName
     drafts: list[int]
-    num_matched: int = 0  # known tokens that its text agrees with
-    num_assumed: int = 0  # tokens of a step in flight, assumed to be as its text has them
-    is_alone: bool = True  # no other source may draft, even if none of this is drafted
-    source: SourceName | None = None
+    chances: list[float]  # of each draft, with all before it and all that is assumed of a step
+    # It must know first which drafts in flight are accepted: this step has none, the next these.
+    waits: bool = False
 
 
 @dataclass(slots=True)
@@ -80,6 +78,11 @@ class ScheduledRequest:
         last = min(self.end, request.num_prompt_tokens - 1)
         self.num_prompt_logits = 0 if request.is_in_flight else max(0, last - first)
 
+    def forgo_lookup(self) -> None:
+        """Have no looked-up drafts: no more rows than it has got may be drawn from a model."""
+        if self.wish is not None:
+            self.wish, self.max_drafts = None, min(self.max_drawn, self.max_drafts)
+
     @property
     def relative_end(self) -> int:
         """End of the known tokens that this step computes, relative to the end of all."""
@@ -105,6 +108,13 @@ class ScheduledRequest:
     def is_looked_up(self) -> bool:
         """Whether its drafts are from a text, not from a model."""
         return self.source not in (None, "draft_model")
+
+    @property
+    def known_drafts(self) -> list[int] | None:
+        """Its drafts, as far as the host knows them; None: a model drafts them on the device."""
+        if self.num_drafts == 0:
+            return []
+        return self.wish.drafts[: self.num_drafts] if self.wish and self.is_looked_up else None
 
     @property
     def is_void(self) -> bool:

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 _LOOKED_UP_MASKS = 8  # for looked-up drafts of a sequence, where masks are rationed
 
 
-class Wishes(Protocol):
-    """What the proposer would draft without a model, which decides how much room it gets."""
+class Drafts(Protocol):
+    """What the proposer can draft in the next step, which decides how much room it gets."""
+
+    def draws_for(self, request: Request) -> bool: ...
 
     def looks_up(self, request: Request) -> bool: ...
 
-    def wish(self, request: Request) -> Wish | None: ...
+    def wishes(self, request: Request) -> list[Wish]: ...
 
 
 class Scheduler:
@@ -36,8 +38,8 @@ class Scheduler:
     preempted: it loses slot and pages, waits again, and is computed again later from its tokens.
     """
 
-    def __init__(self, sequences: Sequences, wishes: Wishes) -> None:
-        self._sequences, self._wishes = sequences, wishes
+    def __init__(self, sequences: Sequences, proposer: Drafts) -> None:
+        self._sequences, self._proposer = sequences, proposer
         self._memory, self._max_model_len = sequences.memory, sequences.max_model_len
         # For requests that leave k open.
         self._num_speculative_tokens, self._least_chance = sequences.max_drawn, 0.0
@@ -85,6 +87,9 @@ class Scheduler:
                 break
             prefilling.append(request)
             budget -= num_rows
+        if not self._worth.pays:
+            for scheduled in plan.scheduled:
+                scheduled.forgo_lookup()
         return plan
 
     def _ration_grammars(self, requests: list[Request]) -> None:
@@ -104,7 +109,7 @@ class Scheduler:
             if len(sequences) == len(requests):
                 continue
             for _, request in sorted(sequences, key=itemgetter(0)):
-                looks_up = self._wishes.looks_up(request)
+                looks_up = self._proposer.looks_up(request)
                 looked_up = _LOOKED_UP_MASKS if looks_up else 0
                 wanted = 1 + max(self._num_drafts_wanted(request), looked_up)
                 self._num_questions[request] = process.allowance.take(wanted)
@@ -118,7 +123,7 @@ class Scheduler:
     def must_know(self) -> bool:
         """Whether the host must read the step in flight before it can plan the next one."""
         return any(
-            request.is_in_flight and self._may_draft(request) and request.needs_host
+            request.is_in_flight and request.needs_host and self._would_draft(request)
             for request in self._sequences.running
         )
 
@@ -254,34 +259,47 @@ class Scheduler:
         return scheduled
 
     def _set_drafts(self, scheduled: ScheduledRequest, k: int, room: int) -> None:
-        """Set how many drafts a sequence may have: looked-up ones that pay, or else k of a model's,
-        and never more than there is room for.
+        """Set how many drafts a sequence may have, never more than there is room for, and of which
+        source: the one of whose drafts the most are expected to be accepted.
         """
-        request = scheduled.request
+        request, adaptive = scheduled.request, self._sequences.adaptive
         scheduled.max_drawn = scheduled.max_drafts = min(k, room)
-        wish = self._wishes.wish(request)
-        if wish is None:
+        if adaptive is not None and adaptive.is_measuring:
             return
-        own_k, adaptive = request.params.num_speculative_tokens, self._sequences.adaptive
-        most = min(room, len(wish.drafts), self._sequences.max_drafts if own_k is None else own_k)
+        own_k = request.params.num_speculative_tokens
+        most = min(room, self._sequences.max_drafts if own_k is None else own_k)
         most = min(most, max(0, self._num_questions.get(request, most + 1) - 1))
-        acceptance = request.hits.acceptance(wish.num_matched)
-        otherwise = adaptive.accepted(k) if adaptive and not wish.is_alone else 0.0
-        count = self._worth.take(acceptance, wish.num_assumed, most, otherwise)
-        if count > 0 or wish.is_alone:
-            scheduled.wish, scheduled.max_drafts = wish, count
+        best, count, gain = None, 0, self._sequences.acceptance.expected(scheduled.max_drawn)
+        for wish in self._proposer.wishes(request):
+            num_drafts, expected = self._worth.best(wish.chances[:most])
+            if expected > gain * (1 + wish.waits):
+                best, count, gain = wish, num_drafts, expected / (1 + wish.waits)
+        if best is None:
+            return
+        if best.waits:
+            scheduled.max_drawn = scheduled.max_drafts = 0
+            return
+        scheduled.wish, scheduled.max_drafts = best, count
+        self._worth.take(count, gain)
 
     def _may_draft(self, request: Request) -> bool:
         """Whether anything may draft for it in the next step."""
         return self._num_drafts_wanted(request) > 0 or (
             request.speculates
             and request.params.num_speculative_tokens != 0
-            and self._wishes.looks_up(request)
+            and self._proposer.looks_up(request)
+        )
+
+    def _would_draft(self, request: Request) -> bool:
+        """Whether something is likely to draft for it in the next step."""
+        return self._num_drafts_wanted(request) > 0 or (
+            self._may_draft(request)
+            and any(self._worth.best(wish.chances)[0] for wish in self._proposer.wishes(request))
         )
 
     def _num_drafts_wanted(self, request: Request) -> int:
         """How many drafts of a model a sequence wants."""
-        if not request.speculates:
+        if not request.speculates or not self._proposer.draws_for(request):
             return 0
         k = request.params.num_speculative_tokens
         k = self._num_speculative_tokens if k is None else min(k, self._sequences.max_drawn)

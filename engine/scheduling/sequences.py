@@ -3,6 +3,7 @@
 import concurrent.futures
 import time
 from bisect import insort
+from collections.abc import Callable
 from itertools import count
 from operator import attrgetter
 
@@ -10,6 +11,7 @@ from ..api import EngineStats, InvalidRequestError, QueueFullError, RequestOutpu
 from ..config import SchedulerConfig
 from ..memory.device_memory import DeviceMemory
 from ..request import Request
+from .acceptance import Acceptance
 from .adaptive_speculation import AdaptiveSpeculation
 
 _TURN = attrgetter("turn")
@@ -39,9 +41,12 @@ class Sequences:
         self.max_model_len = max_model_len
         self.max_drafts, self.max_drawn = max_drafts, max_drawn  # as in Slots
         self.adaptive = adaptive  # None: k is what the configuration says
+        # Of a model's drafts.
+        self.acceptance = adaptive.acceptance if adaptive else Acceptance(max_drawn)
         self.stats = EngineStats(
             drafted_per_position=[0] * max_drafts, accepted_per_position=[0] * max_drafts
         )
+        self.on_finish: Callable[[Request], None] = lambda _: None  # called with each that ends
         self.by_id: dict[str, Request] = {}
         self.waiting: list[Request] = []  # in order: the first is next
         self.running: list[Request] = []
@@ -103,7 +108,8 @@ class Sequences:
             self.waiting.remove(request)
         if request.grammar is not None:
             request.grammar.leave()
-        self.by_id.pop(request.request_id, None)
+        if self.by_id.pop(request.request_id, None) is not None:
+            self.on_finish(request)
 
     def take_uncompiled(self) -> list[RequestOutput]:
         """End the sequences whose grammars failed to compile through no fault of their own."""

@@ -23,7 +23,7 @@ class Acceptance:
         if output.num_draft_tokens > self.num_draft_tokens:
             num_drafts = output.num_draft_tokens - self.num_draft_tokens
             num_accepted = output.num_accepted_tokens - self.num_accepted_tokens
-            if output.is_predicted:
+            if output.source == "prediction":
                 self.num_predicted_accepted += num_accepted
                 self.num_predicted_rejected += num_drafts - num_accepted
             self.steps_by_accepted[num_accepted] += 1

@@ -151,8 +151,8 @@ class Answer(ABC):
         """The steps that the delta came in, if they were asked for."""
         if not self._include_trace:
             return []
-        source = self._service.engine_info.proposer
-        return [step.traced(source, self._token_text) for step in delta.steps]
+        proposer = self._service.engine_info.proposer
+        return [step.traced(proposer, self._token_text) for step in delta.steps]
 
     def _with_trace(self, delta: Delta, events: Iterable[Event]) -> list[Event]:
         """The events of a delta, the last of them with the steps that brought it, and those before

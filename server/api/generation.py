@@ -160,7 +160,7 @@ class Sample:
                     num_accepted=output.num_accepted_tokens - num_accepted_before,
                     token_ids=output.token_ids[: len(texts)],
                     texts=texts,
-                    is_predicted=output.is_predicted,
+                    source=output.source,
                 )
             )
         self._text += "".join(shown)

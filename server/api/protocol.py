@@ -42,6 +42,7 @@ class Speculation(APIRequest):
     enabled: bool = True
     num_speculative_tokens: Int | None = Field(default=None, ge=0)
     verification: Verification | None = None
+    sources: list[str] | None = Field(default=None, max_length=16)  # of drafts; None: all
     metrics: bool | None = None  # report how many drafts were accepted; None: the server's setting
     trace: bool = False  # report the drafts of each step, and which were accepted
 
@@ -282,7 +283,7 @@ class TracedStep(APIResponse):
     """One step of the engine, as one sequence saw it."""
 
     step: int  # 1 is the sequence's first
-    source: str | None  # the proposer that made the drafts, or "prediction"
+    source: str | None  # "prediction", "suffix", or the proposer; null: it had no drafts
     drafts: list[DraftedToken]
     num_accepted: int
     tokens: list[TracedToken]  # the tokens that it produced

@@ -25,6 +25,7 @@ from ..base.off_loop import off_loop
 from ..base.request_key import request_key
 from ..base.unknown_fields import Body, check_unknown_fields
 from ..config.server_settings import ServerSettings
+from ..config.settings import ALSO_CALLED
 from ..grammar.structured_outputs import GrammarChecker
 from ..observe.metrics import Metrics
 from ..text.fill_in_the_middle import FillInTheMiddle
@@ -267,7 +268,8 @@ class Service:
             )
             for i in range(fields.num_samples)
         ]
-        unique = uuid.uuid4().hex
+        unique, named = uuid.uuid4().hex, fields.speculation.sources
+        sources = None if named is None else tuple(ALSO_CALLED.get(name, name) for name in named)
         return [
             Sample(
                 index,
@@ -280,6 +282,7 @@ class Service:
                     returns_drafts=fields.speculation.trace,
                     reports_prompt=fields.return_progress and fields.stream,
                     predicted_token_ids=list(asked.predicted),
+                    sources=sources,
                 ),
                 self.tokenizer,
                 options,

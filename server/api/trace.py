@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from outrider.engine.api import SourceName
+
 from .protocol import DraftedToken, TokenKind, TracedStep, TracedToken
 
 
@@ -15,7 +17,7 @@ class Step:
     num_accepted: int
     token_ids: list[int]  # accepted drafts, then one more
     texts: list[str]  # the text that each of these added
-    is_predicted: bool  # the drafts are from the request's prediction
+    source: SourceName | None  # of the drafts
 
     def kind(self, position: int) -> TokenKind:
         """The kind of the token at this position of `token_ids`."""
@@ -25,12 +27,12 @@ class Step:
             return "plain"
         return "bonus" if self.num_accepted == len(self.draft_token_ids) else "recovered"
 
-    def traced(self, source: str | None, token_text: Callable[[int], str]) -> TracedStep:
-        """The step as the API reports it; `source` is the proposer."""
-        source = "prediction" if self.is_predicted else source
+    def traced(self, proposer: str | None, token_text: Callable[[int], str]) -> TracedStep:
+        """The step as the API reports it; `proposer` is what draws drafts."""
+        source = proposer if self.source == "draft_model" else self.source
         return TracedStep(
             step=self.number,
-            source=source if self.draft_token_ids else None,
+            source=source,
             drafts=[DraftedToken(token_text(i), i) for i in self.draft_token_ids],
             num_accepted=self.num_accepted,
             tokens=[

@@ -65,7 +65,7 @@ def evaluate_command(
     config, named = chosen(model, draft, config)
     settings = settings_or_exit(config, assignments, named)
     speculation = settings.speculation
-    if speculation.proposer == "none" or speculation.num_speculative_tokens == 0:
+    if speculation.proposer == ("none",) or speculation.num_speculative_tokens == 0:
         give_up(
             "there is nothing to evaluate: speculation.proposer is none, or num_speculative_tokens "
             "is 0",
@@ -120,7 +120,7 @@ def evaluate_command(
         typer.echo(exactness.describe(found, lambda token_id: _text(tokenizer, token_id)))
         raise typer.Exit(1 if found.differences else 0)
     draft = settings.draft.model if pair.draft else None
-    title = f"{settings.target.model} + {draft or settings.speculation.proposer}"
+    title = f"{settings.target.model} + {draft or ', '.join(settings.speculation.proposer)}"
     report.print_tables(tallies, title, Console())
     if json_file:
         description = {

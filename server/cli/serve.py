@@ -57,7 +57,7 @@ def _serve(
         flags["speculation.proposer"] = "none"
     given = flags | {key: value for key, value in named.items() if value is not None}
     settings = settings_or_exit(config, assignments, given, flag_names())
-    if k not in (None, "0") and settings.speculation.proposer == "none":
+    if k not in (None, "0") and settings.speculation.proposer == ("none",):
         give_up(
             f"-k {k} needs a draft, and speculation.proposer is none: name one with --draft, or "
             "--proposer auto",

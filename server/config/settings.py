@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
+
+from outrider.engine.api import SourceName
 
 from .server_settings import ANY_NAME, Section, ServerSettings
 
@@ -13,6 +15,8 @@ DEFAULT_DRAFT = "smollm2-135m-instruct-draft"
 DEFAULT_K = 4  # the most drafts in a step, of a draft that says nothing else
 MTP = "mtp"  # as a draft: the MTP head in the target's own checkpoint
 
+Proposer = Literal["auto", "none", "prediction", "suffix", "ngram", "draft_model", "head"]
+ALSO_CALLED: dict[str, SourceName] = {"ngram": "suffix", "head": "draft_model"}
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["fp8"]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
@@ -62,7 +66,7 @@ class TargetSettings(_ModelSettings):
 
 
 class DraftSettings(_ModelSettings):
-    """The model or head that drafts; read if speculation.proposer is auto or draft_model."""
+    """The model or head that drafts; read if speculation.proposer is auto or has draft_model."""
 
     model: str | None = Field(
         default=None,
@@ -95,11 +99,14 @@ class DraftSettings(_ModelSettings):
 class SpeculationSettings(Section):
     """What drafts, and how many tokens."""
 
-    proposer: Literal["auto", "draft_model", "ngram", "none"] = Field(
-        default="auto",
-        description="draft_model: a draft model or head; ngram: prompt lookup, without a second "
-        "model; none: plain decoding. auto: draft.model if it is set, else the best known draft "
-        "for the target, else prompt lookup; the server says at its start which, and why.",
+    proposer: tuple[Proposer, ...] = Field(
+        default=("auto",),
+        description="The sources of drafts; of each request in each step, the one that is expected "
+        "to do best drafts. prediction: what clients predict; suffix (or ngram): what followed the "
+        "last tokens earlier in the text, without a second model; draft_model (or head): what "
+        "draft.model says. Of draft_model or suffix alone, prediction is there as well. "
+        "auto: all that are there, with draft.model, or else the best known draft for the target; "
+        "the server says at its start which, and why. none: plain decoding.",
     )
     num_speculative_tokens: int | None = Field(
         default=None,
@@ -122,21 +129,38 @@ class SpeculationSettings(Section):
         "Applies to requests that give neither a rule nor a seed; with a seed alone the rule is "
         "match.",
     )
-    ngram_min_tokens: int = Field(
-        default=1, ge=1, description="ngram: shortest suffix that is looked up, in tokens."
+    suffix_min_tokens: int = Field(
+        default=2,
+        ge=1,
+        le=32,
+        description="suffix: how many of the last tokens must have occurred before, in this order, "
+        "for what followed to be drafted.",
     )
-    ngram_max_tokens: int = Field(
-        default=4, ge=1, description="ngram: longest suffix that is looked up, in tokens."
+    suffix_answers_mib: int = Field(
+        default=0,
+        ge=0,
+        le=65536,
+        description="suffix: memory for recent answers, in MiB, looked into as well: only "
+        "those of the same API key and cache_salt. 0: the request's own text alone.",
     )
 
-    @model_validator(mode="after")
-    def _ngram_range(self) -> Self:
-        if self.ngram_min_tokens > self.ngram_max_tokens:
-            raise ValueError(
-                f"ngram_min_tokens is {self.ngram_min_tokens}, above ngram_max_tokens "
-                f"({self.ngram_max_tokens}); it must not be larger"
-            )
-        return self
+    @field_validator("proposer", mode="before")
+    @classmethod
+    def _sources(cls, given: object) -> object:
+        return [name.strip() for name in given.split(",")] if isinstance(given, str) else given
+
+    @field_validator("proposer")
+    @classmethod
+    def _each_source_once(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(ALSO_CALLED.get(name, name) for name in given))
+        if not names or (len(names) > 1 and not {"auto", "none"}.isdisjoint(names)):
+            raise ValueError(f"it must be auto, none, or some of {', '.join(get_args(SourceName))}")
+        return ("prediction", *names) if names in (("suffix",), ("draft_model",)) else names
+
+    @property
+    def sources(self) -> tuple[SourceName, ...]:
+        """The sources of drafts, once `auto` is resolved."""
+        return tuple(name for name in get_args(SourceName) if name in self.proposer)
 
 
 class CacheSettings(Section):
@@ -274,9 +298,9 @@ class Settings(Section):
                 f"draft.device is {self.draft.device!r}, target.device {self.target.device!r}; "
                 "both models share one page table: leave draft.device out"
             )
-        if self.speculation.proposer == "draft_model" and self.draft.model is None:
+        if "draft_model" in self.speculation.proposer and self.draft.model is None:
             raise ValueError(
-                "speculation.proposer is 'draft_model' and draft.model is not set; name a draft "
+                "speculation.proposer has draft_model and draft.model is not set; name a draft "
                 "with the target's tokenizer, or leave the proposer at 'auto', which knows some"
             )
         return self
@@ -294,7 +318,7 @@ class Settings(Section):
             )
         k = self.speculation.num_speculative_tokens
         k = DEFAULT_K if k is None else k
-        if self.speculation.proposer != "none" and k >= num_rows:
+        if self.speculation.proposer != ("none",) and k >= num_rows:
             raise ValueError(
                 f"speculation.num_speculative_tokens is {k}, so that a sequence takes {k + 1} rows "
                 f"of a step, but scheduler.max_num_batched_tokens is {num_rows}; lower the first "

@@ -15,7 +15,8 @@ class ModelInfo(APIResponse):
 
 
 class SpeculationInfo(APIResponse):
-    proposer: str | None  # null: the target decodes plainly
+    sources: list[str]  # of drafts, as `speculation.sources` of a request names them
+    proposer: str | None  # what draws drafts, or the last source; null: the target decodes plainly
     num_speculative_tokens: int  # drafts of a model in a step, at most
     adaptive: bool  # whether fewer are drafted if that is faster
     verification: Verification  # for requests that name none
@@ -77,6 +78,7 @@ def _engine(service: Service, pair: Settings) -> EngineDetails | None:
         target=ModelInfo(model=name_of(pair.target.model), dtype=info.target_dtype),
         draft=draft,
         speculation=SpeculationInfo(
+            sources=list(info.sources),
             proposer=info.proposer,
             num_speculative_tokens=info.num_speculative_tokens,
             adaptive=pair.speculation.adaptive,

@@ -50,7 +50,8 @@ class Stats(APIResponse):
     cached_tokens: int
     generation_tokens: int
     preemptions: int
-    source: str | None  # the proposer that makes the drafts
+    dead_drafts: int
+    source: str | None  # what draws drafts, or the last source
     drafted_per_position: list[int]
     accepted_per_position: list[int]
     latencies: dict[str, Latency]

@@ -2,8 +2,9 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from outrider.engine.api import SourceName
 from outrider.engine.models.weight_files import WeightFileError, stored_tensors
 
 from ..config.settings import DEFAULT_K, Settings
@@ -12,6 +13,7 @@ from .store import ModelError, read_json
 
 _PACKED = ("qweight", "weight_packed", "_blocks")  # of GPTQ and AWQ, compressed-tensors, MXFP4
 _STORED_BITS = {"I32": 32, "U8": 8}
+EVERY_SOURCE = get_args(SourceName)
 LOOKUP_TOKENS = 5  # drafts a step of prompt lookup: they cost next to nothing
 
 
@@ -26,7 +28,7 @@ def choose(
     if settings.speculation.num_speculative_tokens == 0:
         return with_proposer(settings, "none"), "draft: none, as k is 0"
     if (named := settings.draft.model) is not None:
-        return with_proposer(settings, "draft_model"), f"draft: {named}, as the settings say"
+        return with_proposer(settings, *EVERY_SOURCE), f"draft: {named}, as the settings say"
     target = Target(
         name=settings.target.model,
         model_type=config.model_type,
@@ -36,7 +38,7 @@ def choose(
     known = known_draft(target, without_hub=without_hub)
     if known is None:
         return without_draft(settings, f"no draft is known for {target.name}")
-    chosen = with_proposer(settings, "draft_model", known.num_speculative_tokens)
+    chosen = with_proposer(settings, *EVERY_SOURCE, k=known.num_speculative_tokens)
     draft = settings.draft.model_copy(update={"model": known.model})
     return (
         chosen.model_copy(update={"draft": draft}),
@@ -48,7 +50,7 @@ def choose(
 def without_draft(settings: Settings, why: str) -> tuple[Settings, str]:
     """Prompt lookup, which needs no second model; returns what `choose` does."""
     return (
-        with_proposer(settings, "ngram", LOOKUP_TOKENS),
+        with_proposer(settings, "prediction", "suffix", k=LOOKUP_TOKENS),
         f"{why}: drafts are looked up in the text so far; `outrider distill` makes a draft for any "
         "model, --draft takes one",
     )
@@ -86,7 +88,7 @@ def _packed_bits(directory: Path) -> int:
     return next((int(bits) for bits in found if bits), 4)
 
 
-def with_proposer(settings: Settings, proposer: str, k: int = DEFAULT_K) -> Settings:
+def with_proposer(settings: Settings, *proposer: str, k: int = DEFAULT_K) -> Settings:
     """`k` applies unless the settings have a k of their own."""
     speculation = settings.speculation
     own_k = speculation.num_speculative_tokens

@@ -66,8 +66,8 @@ def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress)
             progress=progress,
         )
     config = _config(target, settings.target)
-    if settings.speculation.proposer != "auto":
-        settings = with_proposer(settings, settings.speculation.proposer)
+    if settings.speculation.proposer != ("auto",):
+        settings = with_proposer(settings, *settings.speculation.proposer)
         return _pair(settings, target, config, template, progress)
     chosen, reason = choose(settings, target, config)
     log.info("%s", reason)
@@ -106,7 +106,7 @@ def _pair(
     vocab_size = vocabulary.size
     draft = None
     speculation = settings.speculation
-    if speculation.proposer == "draft_model" and speculation.num_speculative_tokens:
+    if "draft_model" in speculation.sources and speculation.num_speculative_tokens:
         assert settings.draft.model is not None  # ensured by the settings
         with _naming("draft.model", settings.draft.model, DraftError):
             draft, vocab_size = _draft(settings.draft, target, config, vocabulary, progress)
@@ -169,7 +169,10 @@ def engine_config(pair: Pair) -> EngineConfig:
         batch_invariant=settings.engine.batch_invariant,
         enforce_eager=settings.engine.enforce_eager,
         num_threads=settings.engine.num_threads,
-        speculation=SpeculationConfig(**settings.speculation.model_dump()),
+        speculation=SpeculationConfig(
+            sources=settings.speculation.sources,
+            **settings.speculation.model_dump(exclude={"proposer"}),
+        ),
         cache=CacheConfig(**settings.cache.model_dump()),
         scheduler=SchedulerConfig(
             max_num_seqs=num_seqs,

@@ -180,6 +180,10 @@ class _EngineCollector(Collector):
             "outrider_drafts": ("Times that a sequence was drafted for.", sum(drafted[:1])),
             "outrider_draft_tokens": ("Tokens drafted.", sum(drafted)),
             "outrider_accepted_tokens": ("Drafted tokens accepted.", sum(accepted)),
+            "outrider_dead_drafts": (
+                "Times that fewer than 5% of 2,000 drafts of a model were accepted.",
+                stats.dead_drafts,
+            ),
         }
         for name, (text, count) in counters.items():
             yield CounterMetricFamily(name, text, value=count)

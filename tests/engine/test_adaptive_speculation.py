@@ -6,9 +6,9 @@ from math import prod
 
 import pytest
 
+from outrider.engine.scheduling.acceptance import PRIOR_ACCEPTANCE
 from outrider.engine.scheduling.adaptive_speculation import (
     MIN_TIMES,
-    PRIOR_ACCEPTANCE,
     UNLIKELY,
     AdaptiveSpeculation,
     batch_sizes,

@@ -137,18 +137,18 @@ def test_a_large_batch_changes_no_bit(pair: Pair) -> None:
         assert [answer(got[i]) for i in lone] == truth, k
 
 
-@pytest.mark.parametrize("proposer", ["head", "ngram"])
+@pytest.mark.parametrize("proposer", ["head", "suffix"])
 def test_drafts_of_any_source_change_no_bit(proposer: str, pair: Pair, tmp_path: Path) -> None:
     target = pair[0]
     path = save_tiny_head(tmp_path / "head", target, boundaries=(1, 2), scale=0.06)
     asked = [prompt + prompt[:5] for prompt in PROMPTS]  # something to look up
     plain = engine(pair, DTYPE, 0)
     config = replace(config_of(pair, DTYPE, 4), draft=ModelConfig(path=str(path)))
-    if proposer == "ngram":
-        speculation = replace(config.speculation, proposer="ngram")
+    if proposer == "suffix":
+        speculation = replace(config.speculation, sources=("suffix",))
         config = replace(config, draft=None, speculation=speculation)
     drafting = Engine(config)
-    assert drafting.info.proposer == ("eagle3" if proposer == "head" else "ngram")
+    assert drafting.info.proposer == ("eagle3" if proposer == "head" else "suffix")
     for params in (GREEDY, replace(GREEDY, temperature=0.5, seed=3, verification="match")):
         params = replace(params, logprobs=2, ignore_eos=True)
         truth = [answer(run(plain, [prompt], params)[0]) for prompt in asked]

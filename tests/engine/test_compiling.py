@@ -11,7 +11,7 @@ from tiny_models import DEVICE
 from outrider.engine.engine import Engine
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
+@pytest.mark.parametrize("proposer", ["draft_model", "suffix"])
 def test_warming_up_touches_no_sequence(tiny_model: Callable[..., Path], proposer: str) -> None:
     target = tiny_model("llama", seed=0)
     engine = Engine(engine_config(target, target, k=2, proposer=proposer, max_num_seqs=2))

@@ -64,7 +64,7 @@ def truth(engine: Engine, pair: tuple[Path, Path], prompts: list[list[int]]) -> 
 
 
 @pytest.mark.deep  # with k = 3 below
-@pytest.mark.parametrize(("proposer", "k"), [("ngram", 5), ("draft_model", 1), ("draft_model", 8)])
+@pytest.mark.parametrize(("proposer", "k"), [("suffix", 5), ("draft_model", 1), ("draft_model", 8)])
 def test_sixteen_at_once_give_what_generate_gives(
     pair: tuple[Path, Path],
     prompts: list[list[int]],

@@ -103,7 +103,7 @@ def test_without_drafts_the_list_is_empty(pair: tuple[Path, Path]) -> None:
 
 
 def test_drafts_of_prompt_lookup_are_told(pair: tuple[Path, Path]) -> None:
-    engine = Engine(engine_config(pair[0], proposer="ngram", k=K))
+    engine = Engine(engine_config(pair[0], proposer="suffix", k=K))
     outputs = run(engine, [replace(GREEDY, max_tokens=60)] * 3, tellers=(0, 1, 2))
     num_told = [sum(len(o.draft_token_ids or ()) for o in each) for each in outputs]
     assert num_told == [each[-1].num_draft_tokens for each in outputs]

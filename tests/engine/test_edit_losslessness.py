@@ -50,11 +50,11 @@ SOME = [("all", rule, "draft_model") for rule in RULES] + [
     ("bad_words", "match", "draft_model"),
     ("min_tokens", "token", "draft_model"),
     ("min_tokens_alone", "block", "draft_model"),
-    ("min_tokens_alone", "token", "ngram"),
-    ("frequency", "block", "ngram"),
-    ("all", "token", "ngram"),
+    ("min_tokens_alone", "token", "suffix"),
+    ("frequency", "block", "suffix"),
+    ("all", "token", "suffix"),
 ]
-EVERY = [(name, rule, by) for name in EDITS for rule in RULES for by in ("draft_model", "ngram")]
+EVERY = [(name, rule, by) for name in EDITS for rule in RULES for by in ("draft_model", "suffix")]
 
 
 @pytest.mark.parametrize(

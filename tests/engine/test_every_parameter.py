@@ -40,7 +40,7 @@ K = 3
 SEATS = 240
 BASE = SamplingParams(max_tokens=4)
 RULES: tuple[Verification, ...] = ("token", "block", "match")
-PROPOSERS = ["draft_model", "ngram", "head", "dspark", "mtp"]
+PROPOSERS = ["draft_model", "suffix", "head", "dspark", "mtp"]
 ALONE: dict[str, dict[str, Any]] = {
     "nothing": {},
     "temperature": {"temperature": 0.6},

@@ -4,10 +4,12 @@ import json
 import random
 
 import pytest
-from grammars import allowed, compile_grammar, follows, stands_for
+from grammars import allowed, compile_grammar, fitting, follows, stands_for
 
 from outrider.engine.config import TokenTable
+from outrider.engine.grammars.grammar import fit_drafts
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
+from outrider.engine.grammars.grammar_process import GrammarProcess
 
 A, B, AB, EOS, NEWLINE, NOTHING = range(6)
 TOKENS = TokenTable(token_bytes=(b"a", b"b", b"ab", b"<eos>", b"\n", b""), special_token_ids=(EOS,))
@@ -64,10 +66,27 @@ def test_drafts_that_were_drawn_but_not_scored_are_taken_back(compiler: GrammarC
 
 def test_drafts_are_cut_where_they_leave_the_grammar(compiler: GrammarCompiler) -> None:
     grammar = compile_grammar(compiler, 'start: "abab"')
-    assert grammar.fitting([A, B, B, A]) == [A, B]
+    assert fitting(grammar, [A, B, B, A]) == [A, B]
     assert [allowed(grammar, j) for j in range(3)] == [{A, AB}, {B}, {A, AB}]
     grammar.follow([AB, AB])
-    assert grammar.fitting([A]) == []
+    assert fitting(grammar, [A]) == []
+
+
+def test_drafts_of_all_sequences_are_cut_in_one_question_a_process(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (compile_grammar(compiler, f"start: {text}") for text in ('"abab"', '"ba"'))
+    again = compile_grammar(compiler, 'start: "abab"')
+    assert again.process is one.process
+    asked = []
+    ask = GrammarProcess.ask
+    monkeypatch.setattr(
+        GrammarProcess, "ask", lambda self, questions: (asked.append(self), ask(self, questions))
+    )
+    again.follow([A])
+    fit_drafts([one, other, again], [[A, B, B], [A, B], [B, A, A]])
+    assert [each.drafts for each in (one, other, again)] == [[A, B], [], [B, A]]
+    assert asked == [one.process, other.process]
 
 
 def test_a_complete_text_can_only_end(compiler: GrammarCompiler) -> None:
@@ -121,7 +140,7 @@ def test_a_wrong_grammar_says_what_is_wrong(
     assert "<state>" not in (grammar.error or "")
     assert "<backtrace>" not in (grammar.error or "")
     assert allowed(grammar) == set()
-    assert grammar.fitting([A]) == []
+    assert fitting(grammar, [A]) == []
 
 
 def test_gbnf_may_name_characters_by_number() -> None:

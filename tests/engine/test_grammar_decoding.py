@@ -22,7 +22,8 @@ from outrider.engine.api import (
 )
 from outrider.engine.config import EngineConfig
 from outrider.engine.engine import Engine
-from outrider.engine.grammars.grammar_messages import Verdict
+from outrider.engine.grammars.grammar_messages import Question, Verdict
+from outrider.engine.grammars.grammar_process import GrammarProcess
 from outrider.engine.scheduling.plan import Plan
 
 TOKENIZER = byte_level_tokenizer()
@@ -54,7 +55,7 @@ def text_of(outputs: list[RequestOutput]) -> str:
     return TOKENIZER.decode(tokens(outputs), skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram", "none"])
+@pytest.mark.parametrize("proposer", ["draft_model", "suffix", "none"])
 @pytest.mark.parametrize("rule", ["token", "block", "match"])
 def test_every_finished_text_is_of_the_grammar(
     tiny_model: Callable[..., Path], proposer: str, rule: str
@@ -85,7 +86,7 @@ def test_every_finished_text_is_of_the_grammar(
             assert text_of(outputs).startswith('{"a":')
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
+@pytest.mark.parametrize("proposer", ["draft_model", "suffix"])
 def test_drafts_change_nothing_but_the_pace(tiny_model: Callable[..., Path], proposer: str) -> None:
     engine = Engine(config(tiny_model, proposer))
     params = [
@@ -160,10 +161,31 @@ def test_drafts_after_a_preemption_fit_the_grammar(tiny_model: Callable[..., Pat
     assert bound.num_accepted_tokens == bound.num_draft_tokens > 0
 
 
+def test_looked_up_drafts_of_all_sequences_are_checked_together(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(config(tiny_model, "suffix"))
+    params = replace(GREEDY, grammar='start: ("ab" | "ba" | "12")+', max_tokens=20)
+    plain = run(engine, [PROMPT] * 3, replace(params, num_speculative_tokens=0))
+    asked = []
+    ask = GrammarProcess.ask
+
+    def noted(self: GrammarProcess, questions: list[Question]) -> None:
+        asked.append([question.fits for question in questions])
+        ask(self, questions)
+
+    monkeypatch.setattr(GrammarProcess, "ask", noted)
+    truth = [tokens(each) for each in plain]
+    outputs = run(engine, [PROMPT] * 3, params, truth)
+    assert [tokens(each) for each in outputs] == truth
+    assert sum(sum(fits) for fits in asked) > 3
+    assert all(fits == [True] * 3 for fits in asked if any(fits))
+
+
 def test_masks_behind_the_drafts_of_a_void_step_count_no_more(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(config(tiny_model, "ngram", k=2))
+    engine = Engine(config(tiny_model, "suffix", k=2))
     engine.scheduler.lag = 1
     a, b, one, two = (TOKENIZER.encode(c, add_special_tokens=False)[0] for c in "ab12")
     params = replace(
@@ -454,7 +476,7 @@ def test_an_engine_without_a_token_table_takes_no_grammar(tiny_model: Callable[.
     assert not engine.has_work()
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
+@pytest.mark.parametrize("proposer", ["draft_model", "suffix"])
 def test_a_prediction_is_drafted_as_far_as_it_fits(
     tiny_model: Callable[..., Path], proposer: str
 ) -> None:
@@ -463,5 +485,5 @@ def test_a_prediction_is_drafted_as_far_as_it_fits(
     [plain] = run(engine, [PROMPT], replace(params, num_speculative_tokens=0))
     [outputs] = run(engine, [PROMPT], params, [tokens(plain)[:4] + PROMPT])
     assert tokens(outputs) == tokens(plain)
-    assert any(output.is_predicted for output in outputs)
+    assert any(output.source == "prediction" for output in outputs)
     assert outputs[-1].num_accepted_tokens == outputs[-1].num_draft_tokens

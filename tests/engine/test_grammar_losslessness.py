@@ -62,9 +62,9 @@ def joint(path: Path, params: SamplingParams) -> dict[tuple[int, ...], float]:
         ("draft_model", SamplingParams(max_tokens=LENGTH, verification="token")),
         ("draft_model", SamplingParams(max_tokens=LENGTH, verification="block")),
         ("draft_model", SamplingParams(max_tokens=LENGTH, verification="match", temperature=1.4)),
-        ("ngram", SamplingParams(max_tokens=LENGTH, top_k=2, temperature=2.0)),
+        ("suffix", SamplingParams(max_tokens=LENGTH, top_k=2, temperature=2.0)),
     ],
-    ids=["token", "block", "match", "ngram"],
+    ids=["token", "block", "match", "suffix"],
 )
 def test_the_joint_is_that_of_the_masked_target(
     proposer: str, params: SamplingParams, tiny_model: Callable[..., Path]

@@ -40,7 +40,7 @@ def model(target: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engines(target: Path, draft: Path) -> list[Engine]:
-    configs = (engine_config(target, draft, k=4), engine_config(target, proposer="ngram", k=3))
+    configs = (engine_config(target, draft, k=4), engine_config(target, proposer="suffix", k=3))
     return [Engine(replace(config, eos_token_ids=(5,))) for config in configs]
 
 

@@ -6,13 +6,19 @@ from itertools import accumulate, pairwise, repeat
 from operator import mul
 
 import pytest
-from engines import GREEDY, engine_config, prompts, run, tokens
+from engines import GREEDY, engine_config, lagging, prompts, run, tokens
 from tiny_models import VOCAB, Tiny
 
+from outrider.engine.api import NewRequest
 from outrider.engine.engine import Engine
-from outrider.engine.request import Hits
+from outrider.engine.proposers.lookup import Found, Lookup
+from outrider.engine.request import Request
+from outrider.engine.scheduling.acceptance import Hits, OwnHits
 from outrider.engine.scheduling.adaptive_speculation import MIN_TIMES, AdaptiveSpeculation
 from outrider.engine.scheduling.lookups import Worth
+from outrider.engine.scheduling.plan import Plan
+from outrider.engine.state.slots import Slots
+from outrider.engine.worker import LaunchedStep
 
 PROMPT = prompts([9], VOCAB)[0]
 LONG = replace(GREEDY, max_tokens=40)
@@ -28,50 +34,144 @@ def test_as_many_drafts_are_taken_as_raise_the_rate_most() -> None:
         num_tokens, row_cost = rng.uniform(1, 64), rng.uniform(0, 0.3)
         acceptance, num_assumed, most = rng.uniform(0.05, 1), rng.randint(0, 9), rng.randint(0, 32)
         chances = list(accumulate(repeat(acceptance, num_assumed + most), mul))[num_assumed:]
-        taken = Worth(num_tokens, row_cost).take(acceptance, num_assumed, most)
+        taken, gain = Worth(num_tokens, row_cost).best(chances[:most])
         best = max(range(most + 1), key=lambda n: rate(num_tokens, row_cost, chances[:n]))
         assert taken == best
+        assert gain == pytest.approx(sum(chances[:best]))
+
+
+def falling(acceptance: float) -> list[float]:
+    return [acceptance**j for j in range(1, 33)]
 
 
 def test_what_others_have_taken_counts() -> None:
     shared = Worth(2, 0.1)
-    assert shared.take(0.98, 0, 32) > Worth(2, 0.1).take(0.8, 0, 32) > shared.take(0.8, 0, 32) > 0
+    shared.take(*shared.best(falling(0.98)))
+    assert Worth(2, 0.1).best(falling(0.8))[0] > shared.best(falling(0.8))[0] > 0
 
 
-def test_drafts_that_others_would_beat_are_not_taken() -> None:
-    assert Worth(1, 0.05).take(0.6, 0, 32, otherwise=1.0) > 0
-    assert Worth(1, 0.05).take(0.6, 0, 32, otherwise=1.5) == 0
-
-
-def test_a_text_is_trusted_for_what_agrees_and_for_what_it_has_led_to() -> None:
-    hits = Hits()
-    assert hits.acceptance(1) == pytest.approx(2 / 3)
-    assert hits.acceptance(32) == pytest.approx(33 / 34)
-    hits.observe(20, 20)
-    assert hits.acceptance(1) == pytest.approx(22 / 23)
+def test_a_text_is_trusted_for_what_agrees_and_for_what_has_come_true() -> None:
+    hits, own = Hits(), OwnHits()
+    assert hits.chance(1) == pytest.approx(2 / 3)
+    assert hits.chance(32) == pytest.approx(33 / 34)
+    own.observe(20, 20)
+    assert own.chance(1, 2 / 3) == pytest.approx(22 / 23)
     for _ in range(20):
-        hits.observe(8, 0)
-    assert hits.acceptance(2) < 0.4 < 0.7 < hits.acceptance(32)
-    for _ in range(60):
-        hits.observe(0, 0)
-    assert hits.acceptance(2) == pytest.approx(0.75, abs=0.01)  # what was long ago is forgotten
+        own.observe(8, 0)
+    assert own.chance(2, 3 / 4) < 0.1 < 0.2 < own.chance(32, 33 / 34)
+    for _ in range(20):
+        own.observe(8, 8)
+    assert own.chance(2, 3 / 4) > 0.85  # what was long ago is forgotten
+    for _ in range(1000):
+        hits.observe(2, 1, 0)
+    assert hits.chance(3) < 0.02 < 0.8 < hits.chance(4)
+    for _ in range(1000):
+        hits.observe(2, 4, 3)
+    assert hits.chance(2) == pytest.approx(0.75, abs=0.05)
+
+
+class Scripted:
+    """A text that always expects the same."""
+
+    def find(self, token_ids: list[int], num_tokens: int) -> Found | None:
+        return Found([7] * num_tokens, 2)
+
+
+def test_a_source_learns_from_what_it_finds_though_nobody_drafts_it() -> None:
+    """So it drafts nothing where nothing comes true, and soon again where something does."""
+    source = Lookup("suffix", lambda _: Scripted(), None)  # type: ignore[arg-type]
+
+    def asked(tokens: list[int]) -> list[int]:
+        """How many drafts pay, step after step, of a sequence that gets these tokens."""
+        new = NewRequest(request_id="0", prompt_token_ids=[1, 2], params=GREEDY)
+        request, counts = Request(new), []
+        for token_id in tokens:
+            wish = source.wish(request)
+            assert wish is not None
+            counts.append(Worth(1, 0.1).best(wish.chances)[0])
+            request.token_ids.append(token_id)
+        return counts
+
+    assert asked([8] * 20)[0] > 0 == asked([8] * 100)[-1]
+    assert not any(asked([8] * 20))  # another sequence need not find out again
+    counts = asked([8] * 10 + [7] * 20)
+    assert counts[10] == 0 < counts[-1]
+
+
+@pytest.mark.parametrize("needs_host", [False, True])
+def test_without_a_hit_steps_are_those_of_plain_decoding(
+    tiny_model: Tiny, needs_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the step in flight, and no row and no write is for drafts."""
+
+    def steps_of(*sources: str) -> list[list[int]]:
+        config = engine_config(tiny_model("llama", seed=0), proposer=sources, k=2)
+        speculation = replace(config.speculation, suffix_min_tokens=32)
+        engine = lagging(replace(config, speculation=speculation))
+        rows, launch = [], engine.worker.launch
+
+        def launched(plan: Plan) -> LaunchedStep:
+            step = launch(plan)
+            rows.append([s.num_rows for s in plan.scheduled])
+            return step
+
+        monkeypatch.setattr(engine.worker, "launch", launched)
+        monkeypatch.setattr(Slots, "write_drafts", lambda _, drafts: rows.extend(drafts))
+        for i, prompt in enumerate(prompts([9, 20, 3], VOCAB)):
+            engine.submit([NewRequest(request_id=str(i), prompt_token_ids=prompt, params=GREEDY)])
+            engine.sequences.by_id[str(i)].needs_host = needs_host
+        while engine.has_work():
+            assert not engine.scheduler.must_know()
+            engine.step()
+        return rows
+
+    assert steps_of("prediction", "suffix") == steps_of()
 
 
 def test_their_rows_are_priced_and_teach_nothing_else() -> None:
     adaptive = AdaptiveSpeculation(3)
-    guessed = adaptive.worth(2, 0).take(0.9, 0, 32)
-    assert 0 < guessed < 32
+    guessed = adaptive.worth(2, 0).best(falling(0.9))
+    assert 0 < guessed[0] < 32
     for _ in range(20):
         adaptive.observe(0, 2, [0, 0], [0, 0], 1.0)
-    taught = adaptive.accepted(3), adaptive.choose(2)
+    taught = adaptive.acceptance.expected(3), adaptive.choose(2)
     for num_drafts in (8, 32) * MIN_TIMES:  # another row for both takes a fiftieth of a step
         time_s = 1.0 + 0.01 * num_drafts
         adaptive.observe(None, 2, [0], [0], time_s, num_drafts)
-    assert (adaptive.accepted(3), adaptive.choose(2)) == taught
-    assert adaptive.worth(2, 0).take(0.9, 0, 32) == Worth(2, 0.01).take(0.9, 0, 32) > guessed
+    assert (adaptive.acceptance.expected(3), adaptive.choose(2)) == taught
+    assert adaptive.worth(2, 0).best(falling(0.9)) == Worth(2, 0.01).best(falling(0.9)) > guessed
     for _ in range(40):
         adaptive.observe(0, 2, [0], [0], 9.0, 8)
-    assert adaptive.worth(2, 0).take(0.9, 0, 32) == 0
+    assert adaptive.worth(2, 0).best(falling(0.9)) == (0, 0)
+    for _ in range(1000):  # what was dear once is tried again
+        adaptive.observe(0, 2, [0, 0], [0, 0], 1.0)
+    assert adaptive.worth(2, 0).best(falling(0.9)) == guessed
+
+
+def test_a_step_has_drafts_only_if_they_are_worth_what_having_any_costs() -> None:
+    adaptive = AdaptiveSpeculation(3)
+    for _ in range(20):
+        adaptive.observe(0, 4, [0] * 4, [0] * 4, 1.0)
+    for num_drafts in (8, 16, 64) * MIN_TIMES:  # having any takes a quarter of a step
+        adaptive.observe(None, 4, [], [], 1.25 + 0.01 * num_drafts, num_drafts)
+    alone, together = adaptive.worth(4, 0), adaptive.worth(4, 0)
+    count, gain = alone.best([0.5, 0.4])
+    assert count == 2  # the rows themselves would pay
+    alone.take(count, gain)
+    assert not alone.pays
+    for _ in range(4):
+        together.take(*together.best([0.5, 0.4]))
+    assert together.pays
+
+
+def test_drafts_that_do_not_pay_together_are_left_out(tiny_model: Tiny) -> None:
+    engine = Engine(engine_config(tiny_model("llama", seed=0), proposer="suffix", k=2))
+    for any_cost, has_drafts in ((0.0, True), (50.0, False)):
+        engine.scheduler._choose_k = lambda *_, cost=any_cost: setattr(  # type: ignore[method-assign]
+            engine.scheduler, "_worth", Worth(1, 0.01, cost)
+        )
+        [outputs] = run(engine, [[1, 2, 3] * 6], GREEDY, [[1, 2, 3] * 20])
+        assert (outputs[-1].num_draft_tokens > 0) == has_drafts
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -96,10 +196,26 @@ def test_a_right_prediction_takes_few_steps_where_the_model_does_not_draft(
     assert len(outputs) == 40
 
 
+def test_costs_are_learned_though_every_step_could_look_drafts_up(tiny_model: Tiny) -> None:
+    target = tiny_model("llama", seed=0)
+    draft = tiny_model("llama", seed=0, num_hidden_layers=1)
+    config = engine_config(target, draft, k=2, adaptive=True)
+    params = replace(GREEDY, max_tokens=200)
+    [plain] = run(Engine(config), [PROMPT], replace(params, num_speculative_tokens=0))
+    engine = Engine(config)
+    [outputs] = run(engine, [PROMPT], params, [tokens(plain)])
+    assert tokens(outputs) == tokens(plain)
+    assert engine.sequences.adaptive is not None
+    assert engine.sequences.adaptive.knows(1)
+    sources = [output.source for output in outputs]
+    assert sources.count("prediction") > 4
+    assert sources.count("prediction") + 2 * (MIN_TIMES + 2) >= len(sources)
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_wrong_prediction_stops_being_drafted(tiny_model: Tiny, lag: int) -> None:
     target = tiny_model("llama", seed=0)
-    engine = Engine(engine_config(target, proposer="ngram", k=2))
+    engine = Engine(engine_config(target, proposer="suffix", k=2))
     engine.scheduler.lag = lag
     params = replace(GREEDY, max_tokens=60)
     [plain] = run(engine, [PROMPT], replace(params, num_speculative_tokens=0))

@@ -43,7 +43,7 @@ def test_greedy_output_is_the_targets_own_for_any_k(
 def test_greedy_output_is_the_targets_own_with_ngram_drafts(
     target: Path, truth: list[list[int]]
 ) -> None:
-    engine = Engine(engine_config(target, proposer="ngram"))
+    engine = Engine(engine_config(target, proposer="suffix"))
     assert [tokens(o) for o in run(engine, MIXED, GREEDY)] == truth
     assert engine.stats().drafted_per_position[0] > 0
 
@@ -246,7 +246,7 @@ def test_sampled_tokens_are_the_same_alone_and_in_company(target: Path, draft: P
     assert backwards == alone
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
+@pytest.mark.parametrize("proposer", ["draft_model", "suffix"])
 def test_match_draws_the_same_tokens_for_any_k(target: Path, draft: Path, proposer: str) -> None:
     def params(k: int) -> list[SamplingParams]:
         return [

@@ -33,10 +33,10 @@ PARAMS = {
 # are off by 7 % in total variation, 4,800 samples see nine of ten; 2,400 do of those off by 10 %,
 # the 12,000 of the sweep of those off by 5 %.
 SOME = [(name, "draft_model", 4800) for name in ("token", "block", "match")]
-SOME += [(name, "draft_model", 2400) for name in ("top_k", "top_p")] + [("token", "ngram", 2400)]
+SOME += [(name, "draft_model", 2400) for name in ("top_k", "top_p")] + [("token", "suffix", 2400)]
 SOME += [("token", "head", 2400), ("block", "peagle", 2400), ("token", "dflash", 2400)]
 SOME += [("block", "dspark", 2400), ("token", "mtp", 2400)]
-PROPOSERS = ("draft_model", "ngram", "head", "peagle", "dflash", "dspark", "mtp")
+PROPOSERS = ("draft_model", "suffix", "head", "peagle", "dflash", "dspark", "mtp")
 EVERY = [(name, proposer) for name in PARAMS for proposer in PROPOSERS]
 CASES: list[Any] = [*SOME]
 CASES += [
@@ -52,7 +52,7 @@ def test_the_joint_over_many_steps_is_the_targets(
     name: str, proposer: str, num_samples: int, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     params = PARAMS[name]
-    num_layers = 1 if proposer in ("draft_model", "ngram") else 2  # heads read between layers
+    num_layers = 1 if proposer in ("draft_model", "suffix") else 2  # heads read between layers
     target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15, num_hidden_layers=num_layers)
     draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
     if proposer in ("head", "peagle"):  # of three tokens of the four: residuals have the last

@@ -82,7 +82,7 @@ def test_the_first_request_is_drafted_for_by_costs_that_were_learned_before(
     assert drafted[:40].count(MAX_K) == (40 if a_draft_s < 1 else 0)
 
 
-@pytest.mark.parametrize("proposer", ["none", "ngram"])
+@pytest.mark.parametrize("proposer", ["none", "suffix"])
 def test_nothing_is_learned_if_no_draft_can_be_made_at_will(
     tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, proposer: str
 ) -> None:

@@ -67,7 +67,7 @@ def test_the_largest_step_fills_its_rows_and_leaves_nothing(
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram", "none"])
+@pytest.mark.parametrize("proposer", ["draft_model", "suffix", "none"])
 def test_the_largest_step_runs_with_more_seats_than_rows(tiny_model: Tiny, proposer: str) -> None:
     target, draft = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
     config = engine_config(

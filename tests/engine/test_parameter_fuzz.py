@@ -66,7 +66,7 @@ def assert_is_valid(new: NewRequest, outputs: list[RequestOutput]) -> None:
         assert num_scored == len(new.prompt_token_ids) - 1
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram", "none"])
+@pytest.mark.parametrize("proposer", ["draft_model", "suffix", "none"])
 def test_no_mixture_of_parameters_breaks_the_loop(
     engine_of: Callable[[str], Engine], proposer: str
 ) -> None:

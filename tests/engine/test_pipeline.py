@@ -49,7 +49,7 @@ def settled(drawn: list[int], params: SamplingParams, proposer: str = "") -> lis
     drafts hang on what is known.
     """
     fixed = params.temperature <= 0 or params.verification == "match"
-    of_drawn = [] if proposer == "ngram" else drawn[: -2 * (K + 1)]
+    of_drawn = [] if proposer == "suffix" else drawn[: -2 * (K + 1)]
     return drawn if fixed else of_drawn
 
 
@@ -66,7 +66,7 @@ def launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     return seen
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram", "none"])
+@pytest.mark.parametrize("proposer", ["draft_model", "suffix", "none"])
 @pytest.mark.parametrize("max_num_seqs", [8, 3], ids=["together", "in-turn"])
 def test_a_lag_changes_nobodys_output(tiny_model: Tiny, proposer: str, max_num_seqs: int) -> None:
     each, lagging = engines(tiny_model, proposer=proposer, max_num_seqs=max_num_seqs)
@@ -80,7 +80,7 @@ def test_a_lag_changes_nobodys_output(tiny_model: Tiny, proposer: str, max_num_s
 
 def test_a_choice_of_k_leaves_tokens_in_flight_alone(tiny_model: Tiny) -> None:
     """k rises from 0 while a step is in flight: the host must not draft after tokens it lacks."""
-    each, lagging = engines(tiny_model, proposer="ngram", adaptive=True)
+    each, lagging = engines(tiny_model, proposer="suffix", adaptive=True)
     repeated = [2 * prompt for prompt in prompts([5, 6, 7, 8] * 4, VOCAB)]
     for prompt in repeated:  # each alone, so that k is chosen anew
         (got,), (expected,) = (run(engine, [prompt], GREEDY) for engine in (lagging, each))

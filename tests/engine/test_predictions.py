@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from distributions import bound, chi_squared, total_variation
@@ -12,7 +13,7 @@ from tiny_models import VOCAB, Tiny
 
 from outrider.engine.api import InvalidRequestError, NewRequest, RequestOutput, SamplingParams
 from outrider.engine.engine import Engine
-from outrider.engine.proposers.lookup import Line
+from outrider.engine.proposers.lookup import Lookup
 from outrider.engine.proposers.predictions import Prediction
 from outrider.engine.request import Request
 
@@ -32,15 +33,20 @@ class Predicting:
                 predicted_token_ids=predicted,
             )
         )
-        self._line = Line(Prediction(self._request))
+        self._source = Lookup("prediction", Prediction.of, None)  # type: ignore[arg-type]
 
-    def after(self, *answer: int, k: int, in_flight: bool = False) -> list[int] | None:
+    def after(
+        self, *answer: int, k: int, in_flight: list[int] | Literal["drawn"] | None = None
+    ) -> list[int] | Literal["later"] | None:
+        """`in_flight` are the drafts of the step in flight, if there is one."""
         self._request.token_ids = [1, 2, 3, *answer]
-        self._request.num_drafts_in_flight = 0 if in_flight else None
-        wish = self._line.wish(self._request)
-        drafts = None if wish is None else wish.drafts[:k]
-        self._line.follow(drafts if k else [])
-        return drafts
+        drawn = in_flight == "drawn"
+        self._request.num_drafts_in_flight = None if in_flight is None else len(in_flight)
+        self._request.drafts_in_flight = None if drawn else list(in_flight or [])
+        wish = self._source.wish(self._request)
+        if wish is not None and wish.waits:
+            return "later"
+        return None if wish is None else wish.drafts[:k]
 
 
 def test_a_prediction_is_drafted_from_its_beginning() -> None:
@@ -74,37 +80,34 @@ def test_the_longest_piece_says_which_place_it_is() -> None:
 
 def test_a_step_in_flight_is_taken_to_bring_what_is_predicted() -> None:
     text = Predicting([*range(10, 30)])
-    assert text.after(k=0) == []  # the step of the prompt
-    assert text.after(k=3, in_flight=True) == [11, 12, 13]  # 10 is on its way
-    assert text.after(10, k=3, in_flight=True) == [15, 16, 17]  # and so are 11 to 14
-    assert text.after(*range(10, 15), k=3, in_flight=True) == [19, 20, 21]
+    assert text.after(k=3, in_flight=[]) == [11, 12, 13]  # 10 is on its way
+    assert text.after(10, k=3, in_flight=[11, 12, 13]) == [15, 16, 17]  # and so are 11 to 14
+    assert text.after(*range(10, 15), k=3, in_flight=[15, 16, 17]) == [19, 20, 21]
 
 
-def test_after_predicted_drafts_that_led_away_a_step_has_none() -> None:
+def test_what_it_does_not_know_is_left_to_others() -> None:
     text = Predicting([*range(10, 30)])
-    assert text.after(k=0) == []
-    assert text.after(k=3, in_flight=True) == [11, 12, 13]
-    assert text.after(10, k=3, in_flight=True) == [15, 16, 17]
-    assert text.after(10, 11, 99, k=3, in_flight=True) == []  # 15, 16, 17 are on their way
-    assert text.after(10, 11, 99, 98, k=3, in_flight=True) is None
+    assert text.after(10, 11, 99, k=3, in_flight=[15, 16, 17]) is None
+    assert text.after(10, 11, 99, 98, k=3, in_flight=[]) is None
 
 
 def test_drafts_predicted_elsewhere_are_taken_to_fall() -> None:
     text = Predicting([*range(10, 30)])
-    assert text.after(k=0) == []
-    assert text.after(k=2, in_flight=True) == [11, 12]
-    assert text.after(10, k=2, in_flight=True) == [14, 15]
     # 20 was drawn in place of 12, and follows 19: so what is in flight brings 21 alone.
-    assert text.after(10, 11, 19, 20, k=2, in_flight=True) == [22, 23]
+    assert text.after(10, 11, 19, 20, k=2, in_flight=[14, 15]) == [22, 23]
 
 
-def test_after_drafts_of_the_proposer_a_step_has_none() -> None:
+def test_drafts_that_another_source_found_may_be_the_predicted_ones() -> None:
     text = Predicting([*range(10, 30)])
-    assert text.after(99, 98, k=3, in_flight=True) is None
-    assert text.after(99, 98, 14, 15, k=3, in_flight=True) is None  # too little to be sure
-    # Nobody knows what is coming.
-    assert text.after(99, 98, 14, 15, 16, 17, k=3, in_flight=True) == []
-    assert text.after(99, 98, 14, 15, 16, 17, 18, k=3, in_flight=True) == [20, 21, 22]
+    assert text.after(10, 11, k=3, in_flight=[12, 13]) == [15, 16, 17]
+    assert text.after(10, 11, k=3, in_flight=[12, 99]) == [13, 14, 15]
+
+
+def test_behind_drafts_of_a_model_it_can_only_follow_a_step_later() -> None:
+    text = Predicting([*range(10, 30)])
+    assert text.after(99, 98, k=3, in_flight="drawn") is None
+    assert text.after(99, 98, 14, 15, k=3, in_flight="drawn") == "later"
+    assert text.after(99, 98, 14, 15, 16, 17, 18, k=3, in_flight=[]) == [20, 21, 22]
 
 
 def drafted(outputs: list[RequestOutput]) -> list[tuple[bool, int, int]]:
@@ -112,7 +115,7 @@ def drafted(outputs: list[RequestOutput]) -> list[tuple[bool, int, int]]:
     steps, last = [], (0, 0)
     for output in outputs:
         now = output.num_draft_tokens, output.num_accepted_tokens
-        steps.append((output.is_predicted, now[0] - last[0], now[1] - last[1]))
+        steps.append((output.source == "prediction", now[0] - last[0], now[1] - last[1]))
         last = now
     return steps
 
@@ -125,12 +128,12 @@ def proposers(tiny_model: Tiny, tmp_path: Path) -> dict[str, tuple[Path, Path | 
     return {
         "draft_model": (target, draft, "draft_model"),
         "head": (target, save_tiny_head(tmp_path, target, boundaries=(0, 1, 2)), "draft_model"),
-        "ngram": (target, None, "ngram"),
+        "suffix": (target, None, "suffix"),
     }
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("proposer", ["draft_model", "head", "ngram"])
+@pytest.mark.parametrize("proposer", ["draft_model", "head", "suffix"])
 def test_a_right_prediction_stands_whole(
     proposers: dict[str, tuple[Path, Path | None, str]], proposer: str, lag: int
 ) -> None:
@@ -179,12 +182,12 @@ def test_a_prediction_teaches_nothing_of_the_models_drafts(
     monkeypatch.setattr(adaptive, "observe", lambda *args: seen.append(args))
     params = replace(GREEDY, num_speculative_tokens=K)
     [outputs] = run(engine, [PROMPT], params, [tokens(plain)])
-    assert any(each.is_predicted for each in outputs)
+    assert any(each.source == "prediction" for each in outputs)
     assert all(not any(wanted) for _, _, wanted, *_ in seen)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("proposer", ["draft_model", "head", "ngram"])
+@pytest.mark.parametrize("proposer", ["draft_model", "head", "suffix"])
 def test_nobody_else_is_answered_differently(
     proposers: dict[str, tuple[Path, Path | None, str]], proposer: str, lag: int
 ) -> None:
@@ -201,7 +204,7 @@ def test_nobody_else_is_answered_differently(
     predicted = [plain[0], [], plain[2][:9] + plain[0] + plain[2][9:], []]
     outputs = run(engine, texts, params, predicted)
     assert [tokens(each) for each in outputs] == plain
-    assert all(any(o.is_predicted for o in outputs[i]) == (i in (0, 2)) for i in range(4))
+    assert all(any(o.source == "prediction" for o in outputs[i]) == (i in (0, 2)) for i in range(4))
 
 
 @pytest.mark.parametrize(
@@ -238,6 +241,6 @@ def test_the_joint_is_the_targets_if_half_of_all_requests_predict(
 
 
 def test_an_unknown_token_is_refused(tiny_model: Tiny) -> None:
-    engine = Engine(engine_config(tiny_model("llama", seed=0), proposer="ngram", k=K))
+    engine = Engine(engine_config(tiny_model("llama", seed=0), proposer="suffix", k=K))
     with pytest.raises(InvalidRequestError, match="prediction: token ids must lie in"):
         run(engine, [PROMPT], GREEDY, [[VOCAB]])

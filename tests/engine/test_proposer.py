@@ -1,6 +1,8 @@
 """A chain of sources drafts once for each sequence; one that fails costs its drafts alone."""
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,15 +10,16 @@ from typing import Any
 import pytest
 from distributions import bound, chi_squared, total_variation
 from engines import GREEDY, engine_config, generate, prompts, run, sampling_config, tokens
+from heads import save_tiny_head
 from target_distribution import joint, sample
 from tiny_models import VOCAB, Tiny
 
-from outrider.engine.api import SamplingParams
+from outrider.engine.api import InvalidRequestError, NewRequest, SamplingParams
 from outrider.engine.engine import Engine
-from outrider.engine.proposers.lookup import Lookup
-from outrider.engine.proposers.ngram import NgramLookup
 from outrider.engine.proposers.proposer import Counts, Proposer, Source
-from outrider.engine.scheduling.plan import Plan, SourceName
+from outrider.engine.request import Request
+from outrider.engine.scheduling.lookups import Worth
+from outrider.engine.scheduling.plan import Plan, ScheduledRequest, SourceName
 
 K = 3
 
@@ -36,9 +39,11 @@ class Scripted(Source):
 
 def plan(*max_drafts: int) -> Any:
     """Sequences in slots 10, 11, … and one more, in slot 9, that reads its prompt."""
-    reads = SimpleNamespace(slot=9, draws=False, max_drafts=0, max_drawn=0, source=None)
+    request = Request(NewRequest(request_id="0", prompt_token_ids=[1], params=GREEDY))
+    common = {"request": request, "source": None}
+    reads = SimpleNamespace(slot=9, draws=False, max_drafts=0, max_drawn=0, **common)
     drawing = [
-        SimpleNamespace(slot=10 + i, draws=True, max_drafts=k, max_drawn=k, source=None)
+        SimpleNamespace(slot=10 + i, draws=True, max_drafts=k, max_drawn=k, **common)
         for i, k in enumerate(max_drafts)
     ]
     return SimpleNamespace(scheduled=[reads, *drawing], drawing=drawing)
@@ -61,27 +66,22 @@ def test_a_source_that_fails_leaves_its_sequences_to_the_next(
         raise RuntimeError("no drafts today")
 
     step = plan(3, 1)
-    assert Proposer([Scripted("ngram", fail), Scripted("draft_model", dict)]).propose(step) == [
-        0,
-        3,
-        1,
-    ]
-    assert "the source ngram failed" in caplog.text
+    chain = Proposer([Scripted("suffix", fail), Scripted("draft_model", dict)])
+    assert chain.propose(step) == [0, 3, 1]
+    assert chain.propose(plan(3, 1)) == [0, 3, 1]
+    assert caplog.text.count("the source suffix failed to draft") == 1
+    assert "these go on: draft_model" in caplog.text
     assert Proposer([Scripted("draft_model", fail)]).propose(plan(3, 1)) == [0, 0, 0]
 
 
-def with_lookup(engine: Engine) -> Engine:
-    """Prompt lookup drafts where it finds something, and else what drafted before."""
-    worker = engine.worker
-    lookup = Lookup("ngram", lambda _: NgramLookup(1, 4), worker.slots)
-    worker.proposer.sources.insert(1, lookup)
-    return engine
+EVERY = ("prediction", "suffix", "draft_model")
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_looked_up_and_drawn_drafts_alternate(tiny_model: Tiny, lag: int) -> None:
     target = tiny_model("llama", seed=0)
-    engine = with_lookup(Engine(engine_config(target, target, k=K)))
+    draft = tiny_model("llama", seed=0, num_hidden_layers=1)
+    engine = Engine(engine_config(target, draft, k=K, proposer=EVERY))
     engine.scheduler.lag = lag
     seen = []
     propose = engine.worker.proposer.propose
@@ -97,16 +97,85 @@ def test_looked_up_and_drawn_drafts_alternate(tiny_model: Tiny, lag: int) -> Non
         generate(target, prompt, GREEDY.max_tokens) for prompt in different
     ]
     assert "draft_model" in seen
-    assert lag == 1 or "ngram" in seen  # behind a model's drafts in flight it must be sure
+    assert lag == 1 or "suffix" in seen  # behind a model's drafts in flight it must be sure
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_the_joint_of_a_chain_is_the_targets(rule: str, tiny_model: Callable[..., Path]) -> None:
-    shape = {"vocab_size": 4, "scale": 0.15, "num_hidden_layers": 1}
-    target, draft = tiny_model("llama", seed=3, **shape), tiny_model("llama", seed=4, **shape)
-    engine = with_lookup(Engine(sampling_config(target, draft, "draft_model")))
+@pytest.mark.parametrize(
+    ("rule", "drafter", "lag"), [("token", "draft_model", 0), ("block", "head", 1)]
+)
+def test_the_joint_of_all_sources_in_one_batch_is_the_targets(
+    rule: str, drafter: str, lag: int, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    shape = {"vocab_size": 4, "scale": 0.15}
+    target = tiny_model("llama", seed=3, num_hidden_layers=2, **shape)
+    draft = tiny_model("llama", seed=4, num_hidden_layers=1, **shape)
+    if drafter == "head":
+        options = {"boundaries": (0, 1, 2), "draft_vocab": 3, "scale": 0.2}
+        draft = save_tiny_head(tmp_path, target, **options)
+    engine = Engine(sampling_config(target, draft, EVERY))
+    engine.scheduler.lag = lag
+    used = Counter[str | None]()
+    propose = engine.worker.proposer.propose
+
+    def noted(step: Plan) -> list[int]:
+        counts = propose(step)
+        used.update(s.source for s, k in zip(step.scheduled, counts, strict=True) if k)
+        return counts
+
+    engine.worker.proposer.propose = noted  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=4, verification=rule)  # type: ignore[arg-type]
-    truth = joint(target, [2, 0, 3], params)
-    counts = sample(engine, [2, 0, 3], params, max_k=3, n=2400)
-    assert total_variation(truth, counts) < bound(len(truth), 2400)
+    truth = joint(target, [2, 0, 3, 2], params)
+    counts = sample(
+        engine,
+        [2, 0, 3, 2],
+        params,
+        max_k=3,
+        n=4800,
+        predicted=([], [1, 3, 0, 0, 2, 1, 1, 2, 2, 3, 3, 1]),
+        sources=(None, ("suffix",), ("draft_model",), ("prediction", "draft_model"), ()),
+    )
+    assert total_variation(truth, counts) < bound(len(truth), 4800)
     assert chi_squared(truth, counts) < 1
+    assert all(used[name] > 100 for name in EVERY)
+
+
+def test_a_request_has_the_drafts_of_the_sources_that_it_names(tiny_model: Tiny) -> None:
+    target = tiny_model("llama", seed=0)
+    engine = Engine(engine_config(target, target, k=K, proposer=EVERY))
+    text = prompts([9], VOCAB)[0]
+    truth = generate(target, text, GREEDY.max_tokens)
+    named: list[tuple[str, ...]] = [("prediction",), ("suffix",), ("draft_model",), ()]
+    outputs = run(engine, [text] * 4, GREEDY, [truth] * 4, named)
+    assert [tokens(each) for each in outputs] == [truth] * 4
+    sources = [{output.source for output in each} - {None} for each in outputs]
+    assert sources == [{"prediction"}, {"suffix"}, {"draft_model"}, set()]
+
+
+def test_a_source_that_is_not_there_is_refused_by_name(tiny_model: Tiny) -> None:
+    engine = Engine(engine_config(tiny_model("llama", seed=0), proposer="suffix"))
+    says = "speculation.sources: 'medusa' is no source here; this server has prediction, suffix"
+    with pytest.raises(InvalidRequestError, match=says):
+        run(engine, [[1, 2]], GREEDY, sources=[("suffix", "medusa")])
+    with pytest.raises(InvalidRequestError, match="'draft_model' is no source here"):
+        run(engine, [[1, 2]], GREEDY, sources=[("draft_model",)])
+    with pytest.raises(ValueError, match="unknown source of drafts 'medusa'; known: prediction, s"):
+        Engine(engine_config(tiny_model("llama", seed=0), proposer="medusa"))
+    config = engine_config(tiny_model("llama", seed=0), proposer=EVERY)
+    speculation = replace(config.speculation, sources=EVERY)
+    with pytest.raises(ValueError, match="the source draft_model needs a draft"):
+        Engine(replace(config, speculation=speculation))
+
+
+def test_who_expects_more_accepted_drafts_drafts(tiny_model: Tiny) -> None:
+    """A text that has agreed with one token gives way to a good model, but not to a bad one."""
+    target = tiny_model("llama", seed=0)
+    engine = Engine(engine_config(target, target, k=K, proposer=EVERY))
+    scheduler = engine.scheduler
+    request = Request(NewRequest(request_id="0", prompt_token_ids=[1, 2, 3, 1, 2], params=GREEDY))
+    request.slot = 0
+    for by_position, source in ((0.95, None), (0.1, "suffix")):
+        engine.sequences.acceptance.by_position[:] = [by_position] * K
+        scheduled = ScheduledRequest(request, 5)
+        scheduler._worth = Worth(1, 0.05)
+        scheduler._set_drafts(scheduled, K, 32)
+        assert (scheduled.wish and scheduled.wish.source) == source

@@ -40,7 +40,7 @@ KINDS = (
     "mtp",
     "dflash",
     "dspark",
-    "ngram",
+    "suffix",
     "hybrid",
 )
 # Of 9 kinds: 117 requests, and 2,250 more.
@@ -92,7 +92,7 @@ def kind_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kind]:
     def get(name: str) -> Kind:
         if name not in made:
             target, draft = save_pair(name, tmp_path_factory.mktemp(name))
-            proposer = "ngram" if draft is None else "draft_model"
+            proposer = "suffix" if draft is None else "draft_model"
             config = engine_config(target, draft, proposer=proposer)
             vocab = VOCAB
             if name == "compiled":
@@ -108,7 +108,7 @@ def kind_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kind]:
             alone = replace(
                 config,
                 draft=None,
-                speculation=replace(config.speculation, proposer="none"),
+                speculation=replace(config.speculation, sources=()),
                 cache=replace(config.cache, prefix_caching=False),
                 scheduler=replace(config.scheduler, max_num_seqs=1, max_num_batched_tokens=128),
             )

@@ -17,7 +17,7 @@ NUM_REQUESTS = 3000
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU, where every step replays graphs")
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
+@pytest.mark.parametrize("proposer", ["draft_model", "suffix"])
 def test_requests_that_come_at_any_time_get_their_own_tokens(
     proposer: str, tiny_model: Callable[..., Path]
 ) -> None:

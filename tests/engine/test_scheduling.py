@@ -209,7 +209,7 @@ def test_an_error_behind_a_rejected_draft_is_not_told_of_a_later_failure(
     assert "keep_to" not in (seen[-1].error or "")
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
+@pytest.mark.parametrize("proposer", ["draft_model", "suffix"])
 def test_a_match_sequence_gets_the_same_tokens_whatever_cuts_its_drafts(
     target: Path, draft: Path, proposer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +230,7 @@ def test_a_match_sequence_gets_the_same_tokens_whatever_cuts_its_drafts(
         outputs = run(engine, [*crowd, SHORT], [*others, seeded])
         assert tokens(outputs[-1]) == tokens(alone)
         drafted.add(outputs[-1][-1].num_draft_tokens)
-    assert proposer == "ngram" or len(drafted) > 1
+    assert proposer == "suffix" or len(drafted) > 1
 
     engine = Engine(config)
     source = engine.worker.proposer.sources[-1]

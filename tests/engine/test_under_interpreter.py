@@ -13,7 +13,7 @@ SUPPORT = Path(__file__).parent.parent / "support"
 
 @pytest.mark.deep
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="other tests take that way here")
-@pytest.mark.parametrize("proposer", ["draft_model", "eagle3", "ngram"])
+@pytest.mark.parametrize("proposer", ["draft_model", "eagle3", "suffix"])
 def test_compiling_leaves_no_trace_and_answers_are_the_targets_own(
     proposer: str, tmp_path: Path
 ) -> None:

@@ -328,6 +328,7 @@ def test_metrics_count_outcomes_and_show_the_engine(serve: Serve) -> None:
         pages_total=10,
         generation_tokens=100,
         preemptions=1,
+        dead_drafts=2,
         drafted_per_position=[10, 8],
         accepted_per_position=[7, 4],
     )
@@ -346,6 +347,7 @@ def test_metrics_count_outcomes_and_show_the_engine(serve: Serve) -> None:
         "outrider_pages_total 10.0",
         "outrider_generation_tokens_total 100.0",
         "outrider_preemptions_total 1.0",
+        "outrider_dead_drafts_total 2.0",
         "outrider_draft_tokens_total 18.0",
         "outrider_accepted_tokens_total 11.0",
         'outrider_accepted_tokens_per_position_total{position="1"} 4.0',

@@ -166,7 +166,7 @@ def test_what_the_settings_say_goes_first(models: Path, monkeypatch: pytest.Monk
     assert engine_config(known).speculation.num_speculative_tokens == 2
     for plain in ("speculation.proposer=none", "speculation.num_speculative_tokens=0"):
         pair = prepare_pair(settings_of(models, plain))
-        assert (pair.draft, engine_config(pair).speculation.proposer) == (None, "none")
+        assert (pair.draft, engine_config(pair).speculation.sources) == (None, ())
 
 
 @pytest.mark.parametrize("draft", ["not-there", "other", None])
@@ -179,7 +179,7 @@ def test_without_a_draft_that_works_prompt_lookup_drafts(
     caplog.set_level(logging.INFO)
     know(monkeypatch, *[models / draft] if draft else [])
     config = engine_config(prepare_pair(settings_of(models)))
-    assert (config.draft, config.speculation.proposer) == (None, "ngram")
+    assert (config.draft, config.speculation.sources) == (None, ("prediction", "suffix"))
     assert config.speculation.num_speculative_tokens == 5
     why = {"not-there": "does not exist", "other": "tokenizers differ", None: "no draft is known"}
     assert why[draft] in caplog.text
@@ -206,7 +206,7 @@ def test_a_target_of_such_a_family_without_its_mtp_head_gets_prompt_lookup(
     config = engine_config(
         prepare_pair(load_settings(assignments=[f"target.model={path}"], environ={}))
     )
-    assert (config.draft, config.speculation.proposer) == (None, "ngram")
+    assert (config.draft, config.speculation.sources) == (None, ("prediction", "suffix"))
     assert "draft.model = 'mtp': its files hold no MTP head" in caplog.text
 
 
@@ -318,9 +318,9 @@ def served_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
 def test_serve_takes_a_model_and_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = served_with(monkeypatch, "a/b", "--draft", "c/d", "-k", "3")
     assert (settings.target.model, settings.draft.model) == ("a/b", "c/d")
-    assert settings.speculation.proposer == "auto"
+    assert settings.speculation.proposer == ("auto",)
     assert settings.speculation.num_speculative_tokens == 3
-    assert served_with(monkeypatch, "a/b", "--no-draft").speculation.proposer == "none"
+    assert served_with(monkeypatch, "a/b", "--no-draft").speculation.proposer == ("none",)
     assert served_with(monkeypatch) == Settings()
 
 
@@ -340,7 +340,7 @@ def test_a_draft_that_is_named_drafts_whatever_the_config(
     monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
     settings = served_with(monkeypatch, config, "--draft", "c/d", "-k", "3")
-    assert (settings.draft.model, settings.speculation.proposer) == ("c/d", "auto")
+    assert (settings.draft.model, settings.speculation.proposer) == ("c/d", ("auto",))
     assert settings.speculation.num_speculative_tokens == 3
 
 

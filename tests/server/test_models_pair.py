@@ -147,13 +147,13 @@ def test_without_speculation_no_draft_is_looked_for(models: Path, plain: str) ->
     found = prepare_pair(settings)
     config = engine_config(found)
     assert config.draft is None
-    assert config.speculation.proposer == "none" or config.speculation.num_speculative_tokens == 0
+    assert config.speculation.sources == () or config.speculation.num_speculative_tokens == 0
 
 
 def test_ngram_needs_no_draft(models: Path) -> None:
     settings = settings_for(models, "not-there", "speculation.proposer=ngram")
     config = engine_config(prepare_pair(settings))
-    assert (config.draft, config.speculation.proposer) == (None, "ngram")
+    assert (config.draft, config.speculation.sources) == (None, ("prediction", "suffix"))
 
 
 def test_errors_name_the_setting(models: Path) -> None:
@@ -188,8 +188,8 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
         "speculation.proposer=ngram",
         "speculation.num_speculative_tokens=7",
         "speculation.verification=block",
-        "speculation.ngram_min_tokens=2",
-        "speculation.ngram_max_tokens=6",
+        "speculation.suffix_min_tokens=3",
+        "speculation.suffix_answers_mib=6",
         "cache.page_size_tokens=8",
         "cache.memory_fraction=0.25",
         "cache.prefix_caching=false",
@@ -205,9 +205,10 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
     tokenizer = TokenizerData.of(byte_level_wrapper())
     config = engine_config(Pair(settings, models, None, 10, (1,), tokenizer))
     speculation, cache, scheduler = config.speculation, config.cache, config.scheduler
-    assert (speculation.proposer, speculation.num_speculative_tokens) == ("ngram", 7)
+    assert speculation.sources == ("prediction", "suffix")
+    assert speculation.num_speculative_tokens == 7
     assert speculation.verification == "block"
-    assert (speculation.ngram_min_tokens, speculation.ngram_max_tokens) == (2, 6)
+    assert (speculation.suffix_min_tokens, speculation.suffix_answers_mib) == (3, 6)
     assert (cache.page_size_tokens, cache.memory_fraction) == (8, 0.25)
     assert not cache.prefix_caching
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (3, 33)
@@ -257,7 +258,7 @@ def test_a_head_needs_no_tokenizer_and_no_setting_but_its_name(
     config = engine_config(found)
     assert config.draft is not None
     assert config.draft.path == str(head)
-    assert config.speculation.proposer == "draft_model"
+    assert "draft_model" in config.speculation.sources
     assert config.vocab_size == found.vocab_size
 
 

@@ -48,7 +48,7 @@ def assert_is_an_answer(body: dict[str, Any], reply: httpx.Response) -> None:
     assert sorted(ended) == list(range(num_prompts * int(body.get("n") or 1))), (body, text)
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
+@pytest.mark.parametrize("proposer", ["draft_model", "suffix"])
 def test_no_mixture_of_parameters_breaks_the_server(
     pair: tuple[Path, Path], tokenizer: Tokenizer, proposer: str
 ) -> None:

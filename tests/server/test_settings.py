@@ -74,7 +74,6 @@ def test_environment_names_without_a_section_are_not_ours() -> None:
     [
         ("speculation.num_speculative_tokens", "33"),
         ("speculation.num_speculative_tokens", "many"),
-        ("speculation.proposer", "medusa"),
         ("target.device", "gpu"),
         ("target.dtype", "int4"),
         ("server.port", "65536"),
@@ -224,7 +223,32 @@ def test_broken_config_files_are_named(tmp_path: Path) -> None:
 
 def test_there_is_a_config_for_each_proposer() -> None:
     proposers = {load_settings(path, environ={}).speculation.proposer for path in CONFIGS}
-    assert proposers == {"draft_model", "ngram", "none"}
+    assert proposers == {("prediction", "draft_model"), ("prediction", "suffix"), ("none",)}
+
+
+@pytest.mark.parametrize(
+    ("given", "proposer"),
+    [
+        ("auto", ("auto",)),
+        ("ngram", ("prediction", "suffix")),
+        ("suffix, prediction", ("suffix", "prediction")),
+        ('["prediction", "suffix", "head"]', ("prediction", "suffix", "draft_model")),
+        ("prediction", ("prediction",)),
+    ],
+)
+def test_sources_of_drafts_are_named_alone_or_in_a_list(
+    given: str, proposer: tuple[str, ...]
+) -> None:
+    chosen = [f"speculation.proposer={given}", "draft.model=a/b"]
+    assert load_settings(assignments=chosen, environ={}).speculation.proposer == proposer
+
+
+@pytest.mark.parametrize("given", ["auto,suffix", "none,suffix", "[]"])
+def test_sources_that_exclude_each_other_are_refused(given: str) -> None:
+    with pytest.raises(SettingsError, match=r"is \['medusa'\]: it must be 'auto', 'none', 'pred"):
+        load_settings(assignments=["speculation.proposer=medusa"], environ={})
+    with pytest.raises(SettingsError, match="auto, none, or some of prediction, suffix, draft_m"):
+        load_settings(assignments=[f"speculation.proposer={given}"], environ={})
 
 
 def test_every_setting_has_a_flag_of_its_own() -> None:

@@ -9,7 +9,7 @@ import pytest
 import scripted_client
 import tokenizers
 from asgi import Reply, post
-from grammars import compile_grammar
+from grammars import compile_grammar, fitting
 from message_parts import merged_calls
 from pydantic import TypeAdapter
 from scripted_client import steps
@@ -66,7 +66,7 @@ def served(tokenizer: Tokenizer, compiler: GrammarCompiler, allows: Allows) -> S
 def fits(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: str | None, text: str) -> bool:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert grammar is not None
-    return compile_grammar(compiler, grammar).fitting([*ids, EOS]) == [*ids, EOS]
+    return fitting(compile_grammar(compiler, grammar), [*ids, EOS]) == [*ids, EOS]
 
 
 def calls_of(reply: Reply) -> tuple[list[Any], Any]:
@@ -569,7 +569,7 @@ def test_call_of_a_strict_tool_follows_its_schema(
     grammar = grammar_of(served, **given)
     assert fits(marking_compiler, marking, grammar, text) == allowed
     spelled = [marking.backend.token_to_id(character) for character in "<tool_call>"]
-    assert compile_grammar(marking_compiler, grammar).fitting(spelled) != spelled or mood
+    assert fitting(compile_grammar(marking_compiler, grammar), spelled) != spelled or mood
 
 
 def test_call_of_a_strict_tool_follows_its_schema_behind_a_thought_of_the_last_message(

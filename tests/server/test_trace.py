@@ -155,3 +155,16 @@ def test_traces_of_a_real_engine_add_up(
     for step in trace:
         accepted = step["num_accepted"]
         assert ids(step["drafts"])[:accepted] == ids(step["tokens"])[:accepted]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [(None, None), ([], ()), (["ngram", "head"], ("suffix", "draft_model")), (["x"], ("x",))],
+)
+def test_sources_of_drafts_reach_the_engine_which_knows_what_is_there(
+    serve: Serve, given: list[str] | None, named: tuple[str, ...] | None
+) -> None:
+    served = serve()
+    assert post(served.app, {"prompt": "Hi", "speculation": {"sources": given}}).status == 200
+    [[request]] = served.client.submitted
+    assert request.sources == named

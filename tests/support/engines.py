@@ -39,22 +39,29 @@ def engine_config(
     draft: Path | None = None,
     *,
     k: int = 4,
-    proposer: str = "draft_model",
+    proposer: str | Sequence[str] = "draft_model",
     adaptive: bool = False,
     num_pages: int | None = 512,
     page_size: int = 4,
     prefix_caching: bool = True,
     **scheduler: int,
 ) -> EngineConfig:
-    """An fp32 engine, small enough to watch, on the GPU if there is one."""
+    """An fp32 engine, small enough to watch, on the GPU if there is one.
+
+    A `proposer` that is one name drafts beside what requests predict.
+    """
+    sources = ("prediction", proposer) if isinstance(proposer, str) else tuple(proposer)
+    if proposer == "none":
+        sources = ()
     return EngineConfig(
         target=ModelConfig(path=str(target), dtype="float32"),
         draft=_draft_config(target, draft) if draft else None,
         device=str(DEVICE),
         speculation=SpeculationConfig(
-            proposer=proposer if draft or proposer == "ngram" else "none",
+            sources=sources if draft or "draft_model" not in sources else (),
             num_speculative_tokens=k,
             adaptive=adaptive,
+            suffix_min_tokens=1,  # short texts of few tokens have hits
         ),
         cache=CacheConfig(
             page_size_tokens=page_size, num_pages=num_pages, prefix_caching=prefix_caching
@@ -70,11 +77,11 @@ def _draft_config(target: Path, draft: Path) -> ModelConfig:
     return ModelConfig(path=str(draft), dtype="float32", is_mtp=is_mtp)
 
 
-def sampling_config(target: Path, draft: Path, proposer: str) -> EngineConfig:
-    """An engine for many short samples at once, with either proposer and k = 3."""
+def sampling_config(target: Path, draft: Path, proposer: str | Sequence[str]) -> EngineConfig:
+    """An engine for many short samples at once, with any proposer and k = 3."""
     return engine_config(
         target,
-        draft if proposer == "draft_model" else None,
+        draft if "draft_model" in proposer else None,
         proposer=proposer,
         k=3,
         max_num_seqs=240,
@@ -95,15 +102,22 @@ def run(
     prompts: Sequence[list[int]],
     params: SamplingParams | Sequence[SamplingParams],
     predicted: Sequence[list[int]] | None = None,
+    sources: Sequence[tuple[str, ...] | None] | None = None,
 ) -> list[list[RequestOutput]]:
     """Submit all prompts at once, step to the end, check for leaks; outputs by prompt."""
     by_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     predicted = predicted or [[] for _ in prompts]
-    each = enumerate(zip(prompts, by_prompt, predicted, strict=True))
+    each = zip(prompts, by_prompt, predicted, sources or [None for _ in prompts], strict=True)
     engine.submit(
         [
-            NewRequest(request_id=str(i), prompt_token_ids=p, params=q, predicted_token_ids=r)
-            for i, (p, q, r) in each
+            NewRequest(
+                request_id=str(i),
+                prompt_token_ids=prompt,
+                params=each_params,
+                predicted_token_ids=text,
+                sources=named,
+            )
+            for i, (prompt, each_params, text, named) in enumerate(each)
         ]
     )
     outputs: list[list[RequestOutput]] = [[] for _ in prompts]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.engine.config import TokenTable
-from outrider.engine.grammars.grammar import Grammar, compute_masks
+from outrider.engine.grammars.grammar import Grammar, compute_masks, fit_drafts
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 
 
@@ -23,6 +23,12 @@ def allowed(grammar: Grammar, num_drafts: int = 0) -> set[int]:
         compute_masks([grammar])
     bits = np.unpackbits(grammar.masks[num_drafts].view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
+
+
+def fitting(grammar: Grammar, token_ids: list[int]) -> list[int]:
+    """The leading ones of these tokens that it allows."""
+    fit_drafts([grammar], [token_ids])
+    return grammar.drafts
 
 
 def stands_for(*pieces: str) -> TokenTable:

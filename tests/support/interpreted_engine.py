@@ -32,9 +32,9 @@ def main(folder: Path, proposer: str) -> None:
     draft = {
         "draft_model": lambda: save_tiny_model(folder / "draft", num_hidden_layers=1),
         "eagle3": lambda: save_tiny_head(folder / "head", target, draft_vocab=50),
-        "ngram": lambda: target,
+        "suffix": lambda: target,
     }[proposer]()
-    name = "ngram" if proposer == "ngram" else "draft_model"
+    name = "suffix" if proposer == "suffix" else "draft_model"
     engine = Engine(engine_config(target, draft, k=2, max_num_seqs=2, proposer=name))
     assert type(engine.worker.pair.target) is Decoder, "it packed its weights for a CPU"
     state = engine.worker.slots.state

@@ -40,6 +40,7 @@ class ScriptedClient:
             max_num_seqs=8,
             num_speculative_tokens=4,
             max_drafts=4,
+            sources=("prediction", "draft_model"),
             proposer="draft_model",
             load_s=1.0,
             warm_up_s=0.0,
@@ -160,6 +161,7 @@ def steps(
                 finish_reason=finish if last else None,  # type: ignore[arg-type]
                 stop_token_id=ids[-1] if last and finish == "stop" else None,
                 num_cached_tokens=cached_tokens,
+                source="draft_model" if num_drafts else None,
                 num_draft_tokens=num_drafts * num_steps,
                 num_accepted_tokens=done - num_steps if num_drafts else 0,
                 draft_token_ids=_drafts(ids, num_drafts) if request.returns_drafts else None,

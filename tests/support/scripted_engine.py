@@ -54,6 +54,7 @@ class ScriptedEngine:
             max_num_seqs=8,
             num_speculative_tokens=2,
             max_drafts=2,
+            sources=(),
             proposer=None,
             load_s=0.0,
             warm_up_s=0.0,

@@ -131,9 +131,10 @@ def sample(
     n: int,
     batch: int = 240,
     predicted: tuple[list[int], ...] = ([],),
+    sources: tuple[tuple[str, ...] | None, ...] = (None,),
 ) -> Counter[Sequence]:
     """n outputs, each with its own seed and its own k, `batch` at a time, with these predictions in
-    turn.
+    turn, and for each k with these sources of drafts in turn.
     """
     counts: Counter[Sequence] = Counter()
     for first in range(0, n, batch):
@@ -142,6 +143,7 @@ def sample(
             for seed in range(first, first + batch)
         ]
         predictions = [predicted[p.seed % len(predicted)] for p in each]
-        outputs = run(engine, [prompt] * batch, each, predictions)
+        named = [sources[p.seed // (max_k + 1) % len(sources)] for p in each]
+        outputs = run(engine, [prompt] * batch, each, predictions, named)
         counts.update(tuple(tokens(o)) for o in outputs)
     return counts

@@ -1,0 +1,112 @@
+"""How often drafts are accepted: a model's by their position, looked-up ones by sequence."""
+
+import logging
+import operator
+from collections.abc import Sequence
+from itertools import accumulate
+
+log = logging.getLogger(__name__)
+
+PRIOR_ACCEPTANCE, PRIOR_STEPS = 0.7, 8  # acceptance assumed at first, and its weight in steps
+ACCEPTANCE_WEIGHT = 1 / 48  # least weight of a step in the running acceptance
+
+
+class Acceptance:
+    """Of a model's drafts, in all sequences.
+
+    `by_position[j]` is the chance that draft j is accepted if those before it are. Shape: [max_k].
+    """
+
+    def __init__(self, max_k: int) -> None:
+        self.by_position = [PRIOR_ACCEPTANCE] * max_k
+        self._num_seen = [PRIOR_STEPS] * max_k  # steps that measured it
+
+    def observe(self, wanted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Learn from a step: of `wanted[i]` drafts for sequence i, `accepted[i]` were accepted."""
+        for j in range(min(max(wanted, default=0), len(self.by_position))):
+            reached = [a for w, a in zip(wanted, accepted, strict=True) if j < w and j <= a]
+            if reached:
+                share = sum(a > j for a in reached) / len(reached)
+                self._num_seen[j] += 1
+                weight = max(ACCEPTANCE_WEIGHT, 1 / self._num_seen[j])
+                self.by_position[j] += weight * (share - self.by_position[j])
+
+    def expected(self, k: int) -> float:
+        """How many of k drafts are expected to be accepted."""
+        return sum(accumulate(self.by_position[:k], operator.mul), 0.0)
+
+
+class DeadDrafts:
+    """Notices that a model's drafts are hardly ever accepted."""
+
+    NUM_DRAFTS, LEAST_ACCEPTED = 2000, 0.05
+
+    def __init__(self) -> None:
+        self._num_drafts = self._num_accepted = 0
+        self._is_reported = False
+
+    def observe(self, num_drafts: int, num_accepted: int) -> bool:
+        """Whether with these NUM_DRAFTS are full, of which fewer than LEAST_ACCEPTED were accepted.
+
+        The log has the first time.
+        """
+        self._num_drafts += num_drafts
+        self._num_accepted += num_accepted
+        if self._num_drafts < self.NUM_DRAFTS:
+            return False
+        is_dead = self._num_accepted < self.LEAST_ACCEPTED * self._num_drafts
+        if is_dead and not self._is_reported:
+            self._is_reported = True
+            log.warning(
+                "of the last %d drafts, the target accepted %d: they only cost time. Likely "
+                "causes: the draft or head was made for another release of the target; a head of a "
+                "quantised target, or quantised itself (an MTP head above all); draft.head_layers "
+                "names other layers than it was trained on; or its text is of another kind. Take "
+                "another draft, or none (speculation.proposer)",
+                self._num_drafts,
+                self._num_accepted,
+            )
+        self._num_drafts = self._num_accepted = 0
+        return is_dead
+
+
+class Hits:
+    """How often what one source looks up comes true, by how many tokens have agreed before it.
+
+    At first each of those counts as a token that came true (by Laplace's rule of succession).
+    """
+
+    _PRIOR, _MOST = 8, 512  # tokens that the rule counts as, and that are remembered
+
+    def __init__(self) -> None:
+        self._right_and_tried: dict[int, tuple[float, float]] = {}
+
+    def observe(self, num_matched: int, num_tried: int, num_right: int) -> None:
+        right, tried = self._right_and_tried.get(num_matched.bit_length(), (0.0, 0.0))
+        kept = 0.5 if tried > self._MOST else 1.0
+        seen = kept * right + num_right, kept * tried + num_tried
+        self._right_and_tried[num_matched.bit_length()] = seen
+
+    def chance(self, num_matched: int) -> float:
+        """That a token comes true, if those before it do."""
+        right, tried = self._right_and_tried.get(num_matched.bit_length(), (0.0, 0.0))
+        prior = (1 + num_matched) / (2 + num_matched)
+        return (self._PRIOR * prior + right) / (self._PRIOR + tried)
+
+
+class OwnHits:
+    """The same for one sequence, the latest the most important."""
+
+    _KEPT = 0.9  # of what was seen, from step to step
+
+    def __init__(self) -> None:
+        self._right = self._tried = 0.0
+
+    def observe(self, num_tried: int, num_right: int) -> None:
+        self._right = self._KEPT * self._right + num_right
+        self._tried = self._KEPT * self._tried + num_tried
+
+    def chance(self, num_matched: int, of_all: float) -> float:
+        """`of_all` is the chance in all sequences. It counts for more the more tokens agree."""
+        weight = 2 + num_matched
+        return (weight * of_all + self._right) / (weight + self._tried)

@@ -1,0 +1,194 @@
+"""Suffix lookup: what it finds, in what it looks, and what it takes to look."""
+
+import random
+import sys
+from collections import Counter
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import pytest
+from engines import GREEDY, engine_config, run, tokens
+from tiny_models import Tiny
+
+from outrider.engine.api import NewRequest
+from outrider.engine.engine import Engine
+from outrider.engine.proposers.suffix import (
+    MOST_ALIKE,
+    MOST_PLACES,
+    Corpus,
+    RecentAnswers,
+    Suffixes,
+)
+from outrider.engine.request import Request
+
+
+def following(lookup: Suffixes, token_ids: list[int], num_tokens: int) -> list[int]:
+    found = lookup.find(token_ids, num_tokens)
+    return found.token_ids if found else []
+
+
+def suffixes(min_tokens: int = 1) -> Suffixes:
+    return Suffixes(min_tokens, "", RecentAnswers(0))
+
+
+def found_by_reading(
+    token_ids: list[int], num_tokens: int, min_tokens: int
+) -> tuple[list[int], int, list[float]] | None:
+    """What followed, how many tokens agreed, and how many of the places go on so."""
+
+    def alike(end: int) -> int:
+        count = 0
+        while count < min(end, 32) and token_ids[end - 1 - count] == token_ids[-1 - count]:
+            count += 1
+        return count
+
+    longest = max((alike(end) for end in range(1, len(token_ids))), default=0)
+    if longest < min_tokens:
+        return None
+    ends = [end for end in range(len(token_ids) - 1, 0, -1) if alike(end) == longest]
+    texts = []
+    for end in ends:
+        text = list(token_ids)
+        for _ in range(num_tokens):
+            text.append(text[end + len(text) - len(token_ids)])
+        texts.append(text[len(token_ids) :])
+    first = Counter(text[0] for text in texts).most_common(1)[0][0]
+    best = next(text for text in texts if text[0] == first)
+    shares = [
+        sum(text[: j + 1] == best[: j + 1] for text in texts) / len(texts)
+        for j in range(num_tokens)
+    ]
+    return best, longest, shares
+
+
+@pytest.mark.parametrize(("vocab_size", "min_tokens"), [(1, 1), (3, 1), (3, 2), (6, 1), (6, 3)])
+def test_drafts_follow_the_longest_suffix_as_most_of_its_places_do(
+    vocab_size: int, min_tokens: int
+) -> None:
+    rng = random.Random(vocab_size)
+    lookup = suffixes(min_tokens)
+    token_ids: list[int] = []
+    for _ in range(30):
+        token_ids += [rng.randrange(vocab_size) for _ in range(rng.randint(1, 3))]
+        if max(Counter(token_ids).values()) > MOST_PLACES:
+            break  # not all places are compared
+        found = lookup.find(token_ids, 4)
+        expected = found_by_reading(token_ids, 4, min_tokens)
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            shares = found.shares or [1.0] * 4
+            assert (found.token_ids, found.num_matched, shares) == expected
+
+
+def test_a_text_that_repeats_itself_gets_all_the_drafts_it_may_have() -> None:
+    assert following(suffixes(), [9, 6, 6, 6], 5) == [6, 6, 6, 6, 6]
+    assert following(suffixes(), [9, 1, 2, 3, 1, 2, 3, 1], 7) == [2, 3, 1, 2, 3, 1, 2]
+
+
+def test_a_long_text_is_entered_at_once_as_it_is_bit_by_bit() -> None:
+    rng = random.Random(1)
+    text = [rng.randrange(40) for _ in range(3000)]
+    at_once, bit_by_bit = Corpus(2), Corpus(2)
+    at_once.extend(text)
+    for token_id in text:
+        bit_by_bit.extend([token_id])
+        bit_by_bit.find(text[:1], 1)
+    for first in range(0, 2990, 7):
+        suffix = text[first : first + 2]
+        assert at_once.find(suffix, 9) == bit_by_bit.find(suffix, 9)
+
+
+def test_a_place_is_followed_though_many_later_ones_begin_alike() -> None:
+    text = [1, 2, 3, 4, *[5, 2, 3, 6] * 100, 1, 2]
+    lookup = suffixes(2)
+    assert following(lookup, text, 2) == [3, 4]
+    assert following(lookup, [*text, 3], 2) == [4, 5]
+
+
+def lines_run(token_ids: list[int], *, is_first: bool) -> int:
+    """Lines of Python that a lookup in a text runs: the first, or the next with a token more."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    lookup = suffixes(2)
+    if not is_first:
+        lookup.find(token_ids[:-1], 4)
+    sys.settrace(trace)
+    try:
+        lookup.find(token_ids, 4)
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def test_the_python_of_a_lookup_is_bounded_however_long_the_text() -> None:
+    rng = random.Random(0)
+    text = [rng.randrange(50) for _ in range(20_000)]
+    for is_first in (True, False):
+        assert lines_run(text, is_first=is_first) < 400
+    # Each of the latest places agrees with all tokens that are compared.
+    assert lines_run([1, 2] * 10_000, is_first=False) < 3 * MOST_ALIKE * MOST_PLACES
+
+
+def ended(answer: list[int], salt: str = "") -> Request:
+    new = NewRequest(
+        request_id="0", prompt_token_ids=[1, 2, 3, 4, 5], params=GREEDY, cache_salt=salt
+    )
+    request = Request(new)
+    request.token_ids += answer
+    return request
+
+
+def test_recent_answers_are_found_behind_the_same_tokens() -> None:
+    answers = RecentAnswers(1 << 20)
+    answers.add(ended([10, 11, 12, 13]))
+    answers.add(ended([20, 21, 22, 23, 24]))
+    assert following(Suffixes(2, "", answers), [9, 2, 3, 4, 5], 8) in (
+        [10, 11, 12, 13],
+        [20, 21, 22, 23, 24],
+    )
+    assert following(Suffixes(2, "", answers), [9, 20, 21, 22, 23], 8) == [24]
+    assert following(Suffixes(2, "", answers), [9, 21, 22, 23], 8) == []  # too little to go by
+    assert following(Suffixes(2, "", answers), [21, 22, 23, 9, 8, 21, 22, 23], 2) == [9, 8]
+
+
+def test_nobody_finds_the_answers_of_another_cache_salt() -> None:
+    answers = RecentAnswers(1 << 20)
+    answers.add(ended([10, 11, 12, 13], salt="a"))
+    assert following(Suffixes(2, "a", answers), [2, 3, 4, 5], 8) == [10, 11, 12, 13]
+    assert following(Suffixes(2, "b", answers), [2, 3, 4, 5], 8) == []
+
+
+def test_answers_take_no_more_memory_than_they_may() -> None:
+    most, rng = 100_000, random.Random(0)
+    answers = RecentAnswers(most)
+    for i in range(400):
+        length = rng.choice([3, 50, 700, 5000])
+        answers.add(ended([rng.randrange(1000) for _ in range(length)], salt=f"{i % 7}"))
+        kept = [*answers._young.values(), *answers._old.values()]
+        held = sum(
+            corpus._tokens_np.nbytes + 4 * (len(corpus._latest) + len(corpus._earlier))
+            for corpus in kept
+        )
+        assert held <= most
+    assert sum(corpus.num_tokens for corpus in kept) > 500
+    latest = ended([*range(2000, 2200)], salt="x")
+    answers.add(latest)
+    assert following(Suffixes(2, "x", answers), [2, 3, 4, 5], 3) == [2000, 2001, 2002]
+
+
+def test_a_second_answer_is_drafted_from_the_first_if_that_is_configured(tiny_model: Tiny) -> None:
+    num_steps = []
+    for num_mib in (0, 1):
+        config = engine_config(tiny_model("llama", seed=0), proposer="suffix")
+        speculation = replace(config.speculation, suffix_answers_mib=num_mib)
+        engine = Engine(replace(config, speculation=speculation))
+        first, again = (run(engine, [[5, 9, 3, 7, 11]], GREEDY)[0] for _ in range(2))
+        assert tokens(again) == tokens(first)
+        num_steps.append(len(again))
+    assert num_steps[1] < 6 < num_steps[0]
