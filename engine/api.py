@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Verification = Literal["token", "block", "match"]  # kernels.verify.sampling.Rule, by name
-SourceName = Literal["prediction", "suffix", "draft_model"]  # a head counts as a draft model
+# A head counts as a draft model; a grammar drafts where it leaves no choice.
+SourceName = Literal["prediction", "grammar", "suffix", "draft_model"]
 EngineState = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
 # A lower temperature is greedy, as in vLLM: only a tie could still change the token, and dividing

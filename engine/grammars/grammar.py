@@ -63,15 +63,33 @@ class Grammar:
         self.drafts, self.masks = [], []
         self._unsent += token_ids
 
+    def set_drafts(self, token_ids: list[int]) -> None:
+        """Other drafts of the step. Masks behind those that are the same are kept."""
+        pairs = zip(self.drafts, token_ids, strict=False)
+        num_same = [*(a == b for a, b in pairs), False].index(False)
+        self.drafts, self.masks = token_ids, self.masks[: num_same + 1]
+
     def fits_question(self, token_ids: list[int]) -> Question:
         """Asks how many of these tokens may follow the known ones."""
         return self._question(token_ids, fits=True)
+
+    def few_allowed(self, most: int = 16) -> list[int]:
+        """The tokens that may come after the drafts, by the last mask, if there are few of them and
+        the text cannot end there; else none.
+        """
+        mask = self.masks[-1]
+        (words,) = np.nonzero(mask)
+        if len(words) > most or (mask & self._end_mask).any():
+            return []
+        bits = np.unpackbits(mask[words].view(np.uint8), bitorder="little").reshape(-1, 32)
+        rows, columns = np.nonzero(bits)
+        return (32 * words[rows] + columns).tolist() if len(rows) <= most else []
 
     def add_drafts(self, token_ids: list[int], answer: Answer | None) -> None:
         """The leading ones of these tokens that the grammar allows become its drafts."""
         if answer is not None:
             self._error = answer.error
-            self.drafts = token_ids[: answer.num_fitting]
+            self.set_drafts(token_ids[: answer.num_fitting])
 
     def next_question(self) -> Question:
         """Asks what may follow `len(masks)` drafts."""
@@ -109,7 +127,7 @@ def compute_masks(grammars: list[Grammar]) -> None:
 def fit_drafts(grammars: list[Grammar], drafts: list[list[int]]) -> None:
     """Cut the drafts of each sequence to those that its grammar allows, in parallel."""
     for grammar in grammars:
-        grammar.drafts = []
+        grammar.set_drafts([])
     questions = [partial(g.fits_question, ids) for g, ids in zip(grammars, drafts, strict=True)]
     for grammar, ids, answer in zip(grammars, drafts, _ask_all(grammars, questions), strict=True):
         grammar.add_drafts(ids, answer)

@@ -87,6 +87,7 @@ class _Sequence:
         self.position = _Position(start.deep_copy())
         self.position.go_on(self._known)
         self._ahead: _Position | None = None
+        self._drafts: list[int] = []  # before it
 
     def go_on(self, token_ids: list[int]) -> None:
         self._known += token_ids
@@ -100,10 +101,10 @@ class _Sequence:
             self._ahead = None
         if self.position.is_over or not drafts:
             return self.position
-        if self._ahead is None:
-            self._ahead, self._num_ahead = self.position.copy(), 0
-        self._ahead.go_on(drafts[self._num_ahead :])
-        self._num_ahead = len(drafts)
+        if self._ahead is None or drafts[: len(self._drafts)] != self._drafts:
+            self._ahead, self._drafts = self.position.copy(), []
+        self._ahead.go_on(drafts[len(self._drafts) :])
+        self._drafts = drafts
         return self._ahead
 
 

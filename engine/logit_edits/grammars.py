@@ -58,4 +58,4 @@ class Grammars(LogitEdit):
         position = uploaded(known_np[:, None] + np.arange(last.drafts_np.max()), self._slots.device)
         drafts = self._slots.token_ids[slot, position].tolist()
         for grammar, drawn, num_drafts in zip(grammars, drafts, last.drafts_np, strict=True):
-            grammar.drafts = drawn[:num_drafts]
+            grammar.set_drafts(drawn[:num_drafts])

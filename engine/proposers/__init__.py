@@ -14,6 +14,7 @@ from ..state.slots import Slots
 from .block import BlockByBlock, MasksAfterAnchor, MasksAfterLastRow
 from .draft_model import DraftModel
 from .draws import Draws
+from .forced import ForcedTokens
 from .head import Drafter, HeadSource
 from .lookup import Lookup
 from .predictions import Prediction
@@ -32,6 +33,8 @@ def build_proposer(
     def build(name: SourceName) -> Source:
         if name == "prediction":
             return Lookup(name, Prediction.of, slots)
+        if name == "grammar":
+            return ForcedTokens(config.token_table.token_bytes if config.token_table else (), slots)
         if name == "suffix":
             answers = RecentAnswers(speculation.suffix_answers_mib << 20)
             fewest = speculation.suffix_min_tokens
@@ -42,9 +45,7 @@ def build_proposer(
             return _head_source(pair.head, pair.target, slots, edits)
         if pair.draft is not None:
             return DraftModel(pair.draft, slots, edits, config.scheduler.max_num_batched_tokens)
-        raise ValueError(
-            "the source draft_model needs a draft; name one, or choose from prediction, suffix"
-        )
+        raise ValueError("the source draft_model needs a draft; name one, or leave the source out")
 
     speculation = config.speculation
     known = get_args(SourceName)

@@ -33,6 +33,9 @@ class Text(Protocol):
         """What may follow these known tokens, at most so many; None: nothing is known of it."""
 
 
+Wished = list[tuple[ScheduledRequest, list[int]]]
+
+
 class _Line:
     """What the text of one request has had next, and how often that came true.
 
@@ -41,7 +44,7 @@ class _Line:
 
     def __init__(self, text: Text, hits: Hits) -> None:
         """`hits` are those of all sequences."""
-        self._text, self._hits = text, hits
+        self.text, self._hits = text, hits
         self._own_hits = OwnHits()
         self._found: Found | None = None
         self._num_known = 0
@@ -50,7 +53,7 @@ class _Line:
         """What may come next, and the chance of each token if those before it have come."""
         self._learn(token_ids[self._num_known :])
         self._num_known = len(token_ids)
-        self._found = found = self._text.find(token_ids, 2 * MAX_DRAFTS + 1)
+        self._found = found = self.text.find(token_ids, 2 * MAX_DRAFTS + 1)
         if found is None:
             return None
         of_all = self._hits.chance(found.num_matched)
@@ -121,24 +124,21 @@ class Lookup(Source):
             for s in plan.drawing
             if s.wish is not None and s.wish.source == self.name
         ]
-        found = [(s.request, drafts) for s, drafts in _allowed(wished) if drafts]
+        found = [(s.request, drafts) for s, drafts in self._allowed(wished) if drafts]
         self._slots.write_drafts(found)
         return {request.slot: len(drafts) for request, drafts in found if request.slot is not None}
+
+    def _allowed(self, wished: Wished) -> Wished:
+        """As far as their grammars allow. Where none is left, others may draft."""
+        bound = [(s.request.grammar, ids) for s, ids in wished if s.request.grammar is not None]
+        if bound:
+            from ..grammars.grammar import fit_drafts  # needs msgspec
+
+            fit_drafts([grammar for grammar, _ in bound], [drafts for _, drafts in bound])
+        return [(s, s.request.grammar.drafts if s.request.grammar else ids) for s, ids in wished]
 
     def _line(self, request: Request) -> _Line | None:
         if request not in self._lines:
             text = self._text_of(request)
             self._lines[request] = None if text is None else _Line(text, self._hits)
         return self._lines[request]
-
-
-def _allowed(
-    wished: list[tuple[ScheduledRequest, list[int]]],
-) -> list[tuple[ScheduledRequest, list[int]]]:
-    """The same drafts, as far as their grammars allow. Where none is left, others may draft."""
-    bound = [(s.request.grammar, drafts) for s, drafts in wished if s.request.grammar is not None]
-    if bound:
-        from ..grammars.grammar import fit_drafts  # needs msgspec
-
-        fit_drafts([grammar for grammar, _ in bound], [drafts for _, drafts in bound])
-    return [(s, s.request.grammar.drafts if s.request.grammar else ids) for s, ids in wished]

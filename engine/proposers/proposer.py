@@ -37,6 +37,12 @@ class Source(ABC):
         """Whether it may wish for drafts of this sequence."""
         return False
 
+    def prepare(self, most: dict[Request, int]) -> None:
+        """Called before wishes are asked for, with the sequences that decode, and how many
+        questions each may ask its grammar.
+        """
+        return
+
     def wish(self, request: Request) -> Wish | None:
         """What it would draft in the next step; None: it knows nothing, or draws its drafts."""
         return None
@@ -104,6 +110,17 @@ class Proposer:
     def looks_up(self, request: Request) -> bool:
         """Whether a source may wish for drafts of this sequence."""
         return any(source.looks_up(request) for source in self._of(request))
+
+    def prepare(self, most: dict[Request, int]) -> None:
+        """Called before `wishes`, with the sequences that decode, and how many questions each may
+        ask its grammar.
+        """
+        for source in self.sources:
+            may = {request: num for request, num in most.items() if request.may_use(source.name)}
+            try:
+                source.prepare(may)
+            except Exception:
+                self._report(source)
 
     def wishes(self, request: Request) -> list[Wish]:
         """What each source would draft for a sequence in the next step, without a model."""

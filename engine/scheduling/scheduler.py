@@ -3,6 +3,8 @@
 from operator import itemgetter
 from typing import TYPE_CHECKING, Protocol
 
+from outrider.kernels.verify.sampling import MAX_DRAFTS
+
 from ..request import Request
 from .adaptive_speculation import times_decoding
 from .lookups import Worth, worth
@@ -22,6 +24,8 @@ class Drafts(Protocol):
     def draws_for(self, request: Request) -> bool: ...
 
     def looks_up(self, request: Request) -> bool: ...
+
+    def prepare(self, most: dict[Request, int]) -> None: ...
 
     def wishes(self, request: Request) -> list[Wish]: ...
 
@@ -67,6 +71,9 @@ class Scheduler:
             seatable = []  # it may wait for long, and holds up those behind it
         plan.num_decoding = len(decoding)
         self._choose_k(len(decoding), prefilling + seatable)
+        self._proposer.prepare(
+            {r: self._num_questions.get(r, MAX_DRAFTS + 1) for r in decoding if self._may_draft(r)}
+        )
         budget = self._sequences.config.max_num_batched_tokens
         for i, request in enumerate(decoding, 1):
             # Drafts get only what is left when every decoding or seatable sequence has a row.

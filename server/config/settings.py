@@ -15,7 +15,9 @@ DEFAULT_DRAFT = "smollm2-135m-instruct-draft"
 DEFAULT_K = 4  # the most drafts in a step, of a draft that says nothing else
 MTP = "mtp"  # as a draft: the MTP head in the target's own checkpoint
 
-Proposer = Literal["auto", "none", "prediction", "suffix", "ngram", "draft_model", "head"]
+Proposer = Literal[
+    "auto", "none", "prediction", "grammar", "suffix", "ngram", "draft_model", "head"
+]
 ALSO_CALLED: dict[str, SourceName] = {"ngram": "suffix", "head": "draft_model"}
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["fp8"]
@@ -102,9 +104,10 @@ class SpeculationSettings(Section):
     proposer: tuple[Proposer, ...] = Field(
         default=("auto",),
         description="The sources of drafts; of each request in each step, the one that is expected "
-        "to do best drafts. prediction: what clients predict; suffix (or ngram): what followed the "
+        "to do best drafts. prediction: what clients predict; grammar: tokens of which a request's "
+        "grammar leaves no choice; suffix (or ngram): what followed the "
         "last tokens earlier in the text, without a second model; draft_model (or head): what "
-        "draft.model says. Of draft_model or suffix alone, prediction is there as well. "
+        "draft.model says. Beside draft_model or suffix alone, prediction and grammar are there. "
         "auto: all that are there, with draft.model, or else the best known draft for the target; "
         "the server says at its start which, and why. none: plain decoding.",
     )
@@ -155,7 +158,8 @@ class SpeculationSettings(Section):
         names = tuple(dict.fromkeys(ALSO_CALLED.get(name, name) for name in given))
         if not names or (len(names) > 1 and not {"auto", "none"}.isdisjoint(names)):
             raise ValueError(f"it must be auto, none, or some of {', '.join(get_args(SourceName))}")
-        return ("prediction", *names) if names in (("suffix",), ("draft_model",)) else names
+        alone = names in (("suffix",), ("draft_model",))
+        return ("prediction", "grammar", *names) if alone else names
 
     @property
     def sources(self) -> tuple[SourceName, ...]:

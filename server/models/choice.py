@@ -50,7 +50,7 @@ def choose(
 def without_draft(settings: Settings, why: str) -> tuple[Settings, str]:
     """Prompt lookup, which needs no second model; returns what `choose` does."""
     return (
-        with_proposer(settings, "prediction", "suffix", k=LOOKUP_TOKENS),
+        with_proposer(settings, *EVERY_SOURCE[:-1], k=LOOKUP_TOKENS),
         f"{why}: drafts are looked up in the text so far; `outrider distill` makes a draft for any "
         "model, --draft takes one",
     )

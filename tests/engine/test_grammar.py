@@ -89,6 +89,15 @@ def test_drafts_of_all_sequences_are_cut_in_one_question_a_process(
     assert asked == [one.process, other.process]
 
 
+def test_few_tokens_are_listed_where_the_text_cannot_end(compiler: GrammarCompiler) -> None:
+    grammar = compile_grammar(compiler, 'start: "b" "ab" "b"?')
+    for known, few in (([], {B}), ([B], {A, AB}), ([A], {B}), ([B], set())):
+        grammar.follow(known)
+        allowed(grammar)
+        assert set(grammar.few_allowed()) == few
+        assert grammar.few_allowed(most=0) == []
+
+
 def test_a_complete_text_can_only_end(compiler: GrammarCompiler) -> None:
     grammar = compile_grammar(compiler, 'start: "a"')
     grammar.follow([A])

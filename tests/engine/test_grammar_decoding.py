@@ -24,6 +24,7 @@ from outrider.engine.config import EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.grammars.grammar_messages import Question, Verdict
 from outrider.engine.grammars.grammar_process import GrammarProcess
+from outrider.engine.request import Request
 from outrider.engine.scheduling.plan import Plan
 
 TOKENIZER = byte_level_tokenizer()
@@ -34,7 +35,10 @@ OBJECT = 'start: "{" (/"k[0-9]{1,3}":/ /[a-z]{2,9}/ ",")* /"end":[0-9]{1,4}/ "}"
 
 
 def config(
-    tiny_model: Callable[..., Path], proposer: str = "draft_model", k: int = 3, **settings: int
+    tiny_model: Callable[..., Path],
+    proposer: str | tuple[str, ...] = "draft_model",
+    k: int = 3,
+    **settings: int,
 ) -> EngineConfig:
     target = tiny_model("llama", seed=0, vocab_size=VOCAB)
     draft = tiny_model("llama", seed=1, vocab_size=VOCAB)
@@ -180,6 +184,56 @@ def test_looked_up_drafts_of_all_sequences_are_checked_together(
     assert [tokens(each) for each in outputs] == truth
     assert sum(sum(fits) for fits in asked) > 3
     assert all(fits == [True] * 3 for fits in asked if any(fits))
+
+
+FORCED = 'start: ("a" | "b") "0123456789" ("c" | "d") "98" "7"?'
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_that_a_grammar_forces_are_drafted_without_a_model_or_a_mask_more(
+    tiny_model: Callable[..., Path], lag: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = replace(GREEDY, grammar=FORCED, temperature=temperature, seed=3, verification="match")
+    asked: list[int] = []
+    ask = GrammarProcess.ask
+
+    def noted(self: GrammarProcess, questions: list[Question]) -> None:
+        asked.append(len(questions))
+        ask(self, questions)
+
+    monkeypatch.setattr(GrammarProcess, "ask", noted)
+
+    def steps_of(sources: tuple[str, ...]) -> tuple[list[list[int]], int, int, set[str | None]]:
+        engine = Engine(config(tiny_model, sources))
+        engine.scheduler.lag = lag
+        asked.clear()
+        outputs = run(engine, [PROMPT, PROMPT[2:]], params)
+        used = {output.source for each in outputs for output in each}
+        return [tokens(each) for each in outputs], len(outputs[0]), sum(asked), used
+
+    plain, num_steps, num_asked, _ = steps_of(("suffix",))
+    answers, num_with, num_asked_with, used = steps_of(("grammar",))
+    assert answers == plain
+    if lag == 0:  # behind a step in flight nobody knows what is forced
+        assert used == {None, "grammar"}
+        assert num_with < num_steps / 2
+        assert num_asked_with <= num_asked
+
+
+def test_a_slow_grammar_gets_no_more_masks_for_forced_tokens_than_its_allowance(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(config(tiny_model, ("grammar",)))
+    prepare, counts = engine.worker.proposer.prepare, []
+
+    def few(most: dict[Request, int]) -> None:
+        prepare(dict.fromkeys(most, 3))
+        counts.extend(len(r.grammar.masks) for r in most if r.grammar is not None)
+
+    monkeypatch.setattr(engine.worker.proposer, "prepare", few)
+    run(engine, [PROMPT], replace(GREEDY, grammar=FORCED))
+    assert max(counts) == 3
 
 
 def test_masks_behind_the_drafts_of_a_void_step_count_no_more(

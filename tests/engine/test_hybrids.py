@@ -64,7 +64,7 @@ def test_greedy_answers_are_the_targets_own(target: Path) -> None:
 def test_any_number_of_drafts_may_be_accepted(lag: int, target: Path) -> None:
     asked = prompts([5, 9, 2, 14, 7], VOCAB)
     right = answers(Engine(engine_config(target)), target, asked)
-    engine = Engine(engine_config(target, proposer="ngram", k=K))
+    engine = Engine(engine_config(target, proposer="suffix", k=K))
     engine.scheduler.lag = lag
     accepted, commit = set(), engine.committer._commit_drawn
 
@@ -142,7 +142,7 @@ def test_a_missing_mtp_head_is_said(target: Path) -> None:
 
 
 def test_a_preempted_sequence_starts_over(target: Path) -> None:
-    engine = Engine(engine_config(target, num_pages=30, proposer="ngram"))
+    engine = Engine(engine_config(target, num_pages=30, proposer="suffix"))
     answers(engine, target, prompts([30, 25, 31, 28], VOCAB))
     assert engine.stats().preemptions > 0
 
@@ -158,7 +158,7 @@ def test_prefixes_are_not_cached(target: Path, caplog: pytest.LogCaptureFixture)
 
 
 def test_states_are_counted(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(engine_config(target, proposer="ngram", max_num_seqs=3))
+    engine = Engine(engine_config(target, proposer="suffix", max_num_seqs=3))
     states = engine.worker.pair.target.slot_states
     kept = [tensor for state in states for tensor in state.memory]  # type: ignore[attr-defined]
     assert engine.info.state_bytes == sum(tensor.nbytes for tensor in kept)

@@ -179,7 +179,7 @@ def test_without_a_draft_that_works_prompt_lookup_drafts(
     caplog.set_level(logging.INFO)
     know(monkeypatch, *[models / draft] if draft else [])
     config = engine_config(prepare_pair(settings_of(models)))
-    assert (config.draft, config.speculation.sources) == (None, ("prediction", "suffix"))
+    assert (config.draft, config.speculation.sources) == (None, ("prediction", "grammar", "suffix"))
     assert config.speculation.num_speculative_tokens == 5
     why = {"not-there": "does not exist", "other": "tokenizers differ", None: "no draft is known"}
     assert why[draft] in caplog.text
@@ -206,7 +206,7 @@ def test_a_target_of_such_a_family_without_its_mtp_head_gets_prompt_lookup(
     config = engine_config(
         prepare_pair(load_settings(assignments=[f"target.model={path}"], environ={}))
     )
-    assert (config.draft, config.speculation.sources) == (None, ("prediction", "suffix"))
+    assert (config.draft, config.speculation.sources) == (None, ("prediction", "grammar", "suffix"))
     assert "draft.model = 'mtp': its files hold no MTP head" in caplog.text
 
 

@@ -153,7 +153,7 @@ def test_without_speculation_no_draft_is_looked_for(models: Path, plain: str) ->
 def test_ngram_needs_no_draft(models: Path) -> None:
     settings = settings_for(models, "not-there", "speculation.proposer=ngram")
     config = engine_config(prepare_pair(settings))
-    assert (config.draft, config.speculation.sources) == (None, ("prediction", "suffix"))
+    assert (config.draft, config.speculation.sources) == (None, ("prediction", "grammar", "suffix"))
 
 
 def test_errors_name_the_setting(models: Path) -> None:
@@ -205,7 +205,7 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
     tokenizer = TokenizerData.of(byte_level_wrapper())
     config = engine_config(Pair(settings, models, None, 10, (1,), tokenizer))
     speculation, cache, scheduler = config.speculation, config.cache, config.scheduler
-    assert speculation.sources == ("prediction", "suffix")
+    assert speculation.sources == ("prediction", "grammar", "suffix")
     assert speculation.num_speculative_tokens == 7
     assert speculation.verification == "block"
     assert (speculation.suffix_min_tokens, speculation.suffix_answers_mib) == (3, 6)

@@ -223,14 +223,18 @@ def test_broken_config_files_are_named(tmp_path: Path) -> None:
 
 def test_there_is_a_config_for_each_proposer() -> None:
     proposers = {load_settings(path, environ={}).speculation.proposer for path in CONFIGS}
-    assert proposers == {("prediction", "draft_model"), ("prediction", "suffix"), ("none",)}
+    assert proposers == {
+        ("prediction", "grammar", "draft_model"),
+        ("prediction", "grammar", "suffix"),
+        ("none",),
+    }
 
 
 @pytest.mark.parametrize(
     ("given", "proposer"),
     [
         ("auto", ("auto",)),
-        ("ngram", ("prediction", "suffix")),
+        ("ngram", ("prediction", "grammar", "suffix")),
         ("suffix, prediction", ("suffix", "prediction")),
         ('["prediction", "suffix", "head"]', ("prediction", "suffix", "draft_model")),
         ("prediction", ("prediction",)),
@@ -247,7 +251,7 @@ def test_sources_of_drafts_are_named_alone_or_in_a_list(
 def test_sources_that_exclude_each_other_are_refused(given: str) -> None:
     with pytest.raises(SettingsError, match=r"is \['medusa'\]: it must be 'auto', 'none', 'pred"):
         load_settings(assignments=["speculation.proposer=medusa"], environ={})
-    with pytest.raises(SettingsError, match="auto, none, or some of prediction, suffix, draft_m"):
+    with pytest.raises(SettingsError, match="auto, none, or some of prediction, grammar, suffix"):
         load_settings(assignments=[f"speculation.proposer={given}"], environ={})
 
 

@@ -143,7 +143,7 @@ def test_the_page_finds_the_same_behind_each(clients: list[httpx.Client]) -> Non
         told.append((client.get("/info").json(), stats["latencies"]["time_to_first_token"]))
     (info, _), (other_info, latency) = told
     assert info == other_info
-    assert info["engine"]["speculation"]["sources"] == ["prediction", "suffix"]
+    assert info["engine"]["speculation"]["sources"] == ["prediction", "grammar", "suffix"]
     assert latency["count"] >= 2  # also those of the other
 
 
