@@ -180,6 +180,7 @@ def test_a_prediction_teaches_nothing_of_the_models_drafts(
     adaptive, seen = engine.sequences.adaptive, []
     assert adaptive is not None
     monkeypatch.setattr(adaptive, "choose", lambda *args, **options: 0)  # nothing is tried
+    monkeypatch.setattr(adaptive, "is_measuring", False)
     monkeypatch.setattr(adaptive, "observe", lambda *args: seen.append(args))
     params = replace(GREEDY, num_speculative_tokens=K)
     [outputs] = run(engine, [PROMPT], params, [tokens(plain)])
