@@ -42,13 +42,15 @@ gpu-engine: GPU_TESTS := $(patsubst %,tests/engine/test_%.py,network loop replay
 	decoder quantised_checkpoints memory prompt_logprobs logprobs_overlap pipeline phases batch_invariant_answers compiling \
 	heads mtp fp8_pages batch_invariance_at_load head_loading predictions)
 gpu-joints: GPU_TESTS := tests/engine/test_losslessness.py tests/engine/test_edit_losslessness.py
+gpu-ranks: GPU_TESTS := tests/engine/test_ranks.py
+gpu-ranks: GPU_JOBS := 1
 
 # For Linux with Python 3.11, as constraints.txt; pip itself can check hashes but not write them down.
 LOCK := build/uv/bin/uv pip compile --quiet --no-config --generate-hashes --no-annotate --constraint \
 	constraints.txt --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
 	--custom-compile-command "make lock"
 
-.PHONY: gpu gpu-set-up lock $(GPU_PARTS) \
+.PHONY: gpu gpu-ranks gpu-set-up lock $(GPU_PARTS) \
 	help serve test deep sweep clients scale check format-check lint types mutate docs docs-test format clean
 
 help: ## list these targets
@@ -92,8 +94,9 @@ mutate: .make/dev ## break the code in known ways, and see that the tests notice
 gpu: ## gpu-kernels, gpu-engine, gpu-joints, gpu-tables; each takes ten minutes at most (GPU_PYTHON=)
 	@$(MAKE) --no-print-directory --keep-going --jobs 1 $(GPU_PARTS)
 
+# gpu-ranks needs two GPUs, so it is no part of gpu.
 # Neighbours share compiled kernels: a worker takes a run of tests, and later what others have left.
-gpu-kernels gpu-engine gpu-joints: gpu-set-up
+gpu-kernels gpu-engine gpu-joints gpu-ranks: gpu-set-up
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(GPU_PYTHON) -m pytest -q -p no:cacheprovider -n $(GPU_JOBS) --dist worksteal \
 		-m '$(GPU_MARKS)' -o timeout=600 --durations 10 $(GPU_TESTS) $(ARGS)
 

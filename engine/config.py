@@ -20,6 +20,7 @@ class ModelConfig:
     # Target layers whose output a head reads; None: those that the head's config names.
     head_layers: tuple[int, ...] | None = None
     is_mtp: bool = False  # of a draft: the MTP head in the target's own checkpoint
+    tensor_parallel: int = 1  # of a target: processes that share its layers, each with a GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,14 @@ _INTERVAL_S = 0.25  # the kernel counts in hundredths of a second
 _CALM, _BUSY = 0.12, 0.25
 
 
+def set_threads(num_threads: int | None, num_ranks: int, device: torch.device) -> None:
+    """Let torch use so many threads; None: its own choice, which ranks on a CPU divide."""
+    if num_threads is None and num_ranks > 1 and device.type == "cpu":
+        num_threads = max(1, torch.get_num_threads() // num_ranks)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
 class CPUShare:
     """Sets the number of threads before a step, by how busy other processes keep our cores."""
 

@@ -7,40 +7,10 @@ import torch
 
 from .api import ReportProgress
 from .config import EngineConfig
+from .gpu_memory import GIB, OutOfDeviceMemoryError, begin_measuring, left_bytes, measured_bytes
 from .host_memory import available_bytes
+from .ranks.wire import Op
 from .worker import Worker
-
-GIB = 2**30
-
-
-class OutOfDeviceMemoryError(ValueError):
-    """The configuration does not fit; the message says what to change."""
-
-
-def left_bytes(
-    device: torch.device, utilization: float, *, step_bytes: int, freed_bytes: int
-) -> int:
-    """Bytes that may still be allocated on a GPU, with `step_bytes` kept back for a step.
-
-    Bounded by this process's share of the GPU and by what other processes leave free.
-    `freed_bytes` are allocated now but will be freed first. Raises OutOfDeviceMemoryError.
-    """
-    torch.cuda.empty_cache()
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    free_bytes += freed_bytes
-    # Not total - free: another process may be loading its model at this moment.
-    kept_bytes = torch.cuda.memory_reserved(device) - freed_bytes
-    allowed_bytes = int(utilization * total_bytes)
-    bytes_left = min(allowed_bytes - kept_bytes, free_bytes) - step_bytes
-    if bytes_left > 0:
-        return bytes_left
-    raise OutOfDeviceMemoryError(
-        f"no memory is left for the KV cache: engine.gpu_memory_utilization allows "
-        f"{allowed_bytes / GIB:.2f} GiB, of which weights, state and graphs take "
-        f"{kept_bytes / GIB:.2f} and the largest step {step_bytes / GIB:.2f}; "
-        f"{free_bytes / GIB:.2f} GiB are free. Raise gpu_memory_utilization, lower "
-        "scheduler.max_num_batched_tokens or scheduler.max_num_seqs, or take smaller models"
-    )
 
 
 def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) -> int:
@@ -54,7 +24,9 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
     pages_per_seq = -(-pair.max_model_len // pair.page_size)
     most = config.scheduler.max_num_seqs * pages_per_seq + 1
     if worker.device.type == "cpu":
-        room_bytes = int(available_bytes() * config.cache.memory_fraction)
+        # Ranks share the memory of one machine.
+        share = config.cache.memory_fraction / config.target.tensor_parallel
+        room_bytes = int(available_bytes() * share)
         if (state_bytes := worker.state_bytes) >= room_bytes:
             num_seqs = config.scheduler.max_num_seqs
             raise OutOfDeviceMemoryError(
@@ -73,19 +45,18 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
         step_bytes=step_bytes,
         freed_bytes=worker.budget.num_bytes(1),
     )
-    num_pages = worker.budget.most_within(num_bytes)
+    num_pages = worker.fewest_pages(worker.budget.most_within(num_bytes))
     return num_pages if pair.caches_prefixes else min(most, num_pages)
 
 
 def largest_step_bytes(worker: Worker, config: EngineConfig) -> int:
     """Temporary memory of the largest step that can be scheduled, measured by running it."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(worker.device)
+    begin_measuring(worker.device)
+    worker.tell_ranks(Op.MEASURE)
     with naming_what_to_lower(config):
         worker.rehearse()
-    peak_bytes = torch.cuda.max_memory_reserved(worker.device)
-    torch.cuda.empty_cache()
-    return peak_bytes - torch.cuda.memory_reserved(worker.device)
+    worker.tell_ranks(Op.MEASURED)
+    return measured_bytes(worker.device)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -16,21 +16,22 @@ from outrider.kernels.verify.sampling import MAX_DRAFTS
 
 from .api import ReportProgress
 from .config import ConfigError, EngineConfig
-from .cpu_share import CPUShare
+from .cpu_share import CPUShare, set_threads
 from .logit_edits import LogitEdits
 from .memory.budget import Budget
 from .models.batch_invariance import alike_thread_counts
 from .models.compiled_decoder import CompiledDecoder
-from .models.network import Pass
+from .models.groups import grouped
+from .models.network import Pass, short_batches
 from .models.pair import ModelPair
 from .proposers import build_proposer
+from .ranks.admission import check_ranks
+from .ranks.followers import Followers, RankError
+from .ranks.wire import Op
 from .scheduling.plan import Plan
 from .scoring.scorer import Scorer
 from .scoring.verifier import Verifier
-from .state.phase import padded_sizes
 from .state.slots import Slots
-
-_SHORT_ROWS = (16, 8, 4, 2, 1)  # rows a sequence; attention has a block size for each
 
 
 @dataclass(slots=True)
@@ -56,15 +57,30 @@ class Worker:
     """Runs plans, whose newcomers and pages it enters in the slots."""
 
     def __init__(self, config: EngineConfig, report: ReportProgress) -> None:
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
         self.device = torch.device(config.device)
+        set_threads(config.num_threads, config.target.tensor_parallel, self.device)
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # Triton launches on the current device
         k = config.speculation.max_drafts
         if k > MAX_DRAFTS:
             raise ConfigError(f"num_speculative_tokens is {k}; it must be at most {MAX_DRAFTS}")
-        self.pair = ModelPair(config, report)
+        check_ranks(config, self.device)
+        self.followers: Followers | None = None
+        if config.target.tensor_parallel > 1:
+            self.followers = followers = Followers(config)
+            report = followers.watched(report)
+        try:
+            self._build(config, report)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, RankError):
+                raise ConfigError(str(error)) from None
+            raise
+
+    def _build(self, config: EngineConfig, report: ReportProgress) -> None:
+        k = config.speculation.max_drafts
+        others = [] if self.followers is None else [self.followers.shared]
+        self.pair = ModelPair(config, report, *others)
         self.slots = Slots(
             config.scheduler.max_num_seqs,
             self.pair.max_model_len,
@@ -88,7 +104,8 @@ class Worker:
         self.scorer = Scorer(self.pair.target, self.slots.vocab_size)
         self.verifier = Verifier(self.slots, self.edits, self.proposer.distributions)
         target = self.pair.target
-        counts = alike_thread_counts(target) if self.device.type == "cpu" else ()
+        is_alone = self.followers is None  # ranks agree on a number of threads once
+        counts = alike_thread_counts(target) if self.device.type == "cpu" and is_alone else ()
         self._cpu_share = CPUShare(counts)
         self._is_compiled = isinstance(target, CompiledDecoder)
         self._most_rows = config.scheduler.max_num_batched_tokens
@@ -102,6 +119,10 @@ class Worker:
     @torch.inference_mode()
     def compile(self) -> None:
         """Compile the kernels of steps over the dummy page, so that no request waits for one."""
+        with nullcontext() if self.followers is None else self.followers.compiling(self._most_rows):
+            self._compile()
+
+    def _compile(self) -> None:
         target = self.pair.target
         num_rows = 2 * (self.slots.max_drafts + 1)
         logits = torch.zeros(num_rows, target.vocab_size, dtype=target.dtype, device=self.device)
@@ -116,12 +137,27 @@ class Worker:
             for source in self.proposer.sources:
                 source.rehearse_short(num_seqs, num_rows, scored)
 
-        return [
-            partial(rehearse, num_seqs, num_rows)
-            for num_seqs in padded_sizes(self.slots.max_num_seqs)
-            for num_rows in _SHORT_ROWS
-            if num_seqs * num_rows <= self._most_rows
-        ]
+        batches = short_batches(self.slots.max_num_seqs, self._most_rows)
+        return [partial(rehearse, *batch) for batch in batches]
+
+    def tell_ranks(self, op: Op) -> None:
+        """Have the other ranks of the target do something, if there are any."""
+        if self.followers is not None:
+            self.followers.tell(op)
+
+    def fewest_pages(self, num_pages: int) -> int:
+        """How many pages all ranks have room for, of which this one has it for `num_pages`."""
+        if self.followers is None:
+            return num_pages
+        of_target = grouped([(self.pair.target, True)], self.pair.max_model_len)
+        budget = replace(self.budget, specs=[group.spec for group in of_target])
+        rooms = self.followers.ask(Op.ROOM)
+        return min(num_pages, *(budget.most_within(int(room)) for room in rooms))
+
+    def close(self) -> None:
+        """End the other ranks. The worker is of no use afterwards."""
+        if self.followers is not None:
+            self.followers.stop()
 
     def allocate(self, num_pages: int) -> None:
         """Allocate so many pages for layers without a window, and what the others need.
@@ -129,7 +165,10 @@ class Worker:
         They replace the present ones. Raises ValueError if the GPU has no room.
         """
         try:
-            self.pair.bind(self.budget.of_groups(num_pages), self.slots)
+            counts = self.budget.of_groups(num_pages)
+            if self.followers is not None:
+                self.followers.bind(self.slots, counts)
+            self.pair.bind(counts, self.slots)
         except torch.OutOfMemoryError as error:
             num_gib = (self.budget.num_bytes(num_pages) + self.state_bytes) / 2**30
             raise ValueError(

@@ -19,6 +19,7 @@ from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, stack
 from outrider.kernels.model.rms_norm import Norm
 
 from .narrow_weight import Narrow, Scaled, Stacked
+from .shares import WHOLE, Share
 from .weight_files import name_in_text, stored_tensors
 from .weights import Axis, Dense, Linear, Matrix, RoundedInputs
 
@@ -47,9 +48,11 @@ class AnyCheckpoint(ABC):
     """Tensors and layers, read by transformers' names when they are asked for.
 
     Whatever it hands out it also keeps by these names, for a comparison with transformers' code.
+    Of what has an axis it reads one rank's `share`; shapes and sizes are those of the share.
     """
 
     _num_tensors: int
+    share: Share = WHOLE
 
     def __init__(self, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
         self.dtype, self.device = dtype, device
@@ -66,7 +69,7 @@ class AnyCheckpoint(ABC):
         """A tensor in the dtype that it is stored in, or float32 if it is quantised."""
 
     @abstractmethod
-    def stacked(self, *names: str) -> Tensor:
+    def stacked(self, *names: str, axis: Axis | None = None) -> Tensor:
         """Tensors of the same width, stacked along the first dimension, in the model's dtype.
 
         They are not kept.
@@ -77,16 +80,16 @@ class AnyCheckpoint(ABC):
         """The embedding as the matrix of the output layer."""
 
     @abstractmethod
-    def weight(self, shapes: dict[str, tuple[int, int]]) -> Matrix:
+    def weight(self, shapes: dict[str, tuple[int, int]], axis: Axis | None = None) -> Matrix:
         """The matrices of layers, by name, stacked; they are not kept. Raises as `linear` does."""
 
     @abstractmethod
     def unread(self) -> set[str]:
         """The names of tensors of which nothing was read, nor anything else of their layer."""
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
+    def tensor(self, name: str, *shape: int, axis: Axis | None = None) -> Tensor:
         """A tensor in the model's dtype; with a shape, raises ValueError if it has another."""
-        self.tensors[name] = tensor = self.stacked(name)
+        self.tensors[name] = tensor = self.stacked(name, axis=axis)
         if shape:
             check_shape(name, tensor.shape, shape)
         return tensor
@@ -112,12 +115,13 @@ class AnyCheckpoint(ABC):
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape, and
         UnsupportedModelError if a layer is in a format that is not served.
         """
-        weight = self.weight({name: (size, num_inputs) for name, size in sizes.items()})
+        weight = self.weight({name: (size, num_inputs) for name, size in sizes.items()}, axis)
         self._lend(weight, sizes)
         biases = [f"{name}.bias" for name in sizes]
         if biases[0] not in self:
             return Linear(weight, None, axis)
-        bias = self.stacked(*biases)
+        # One that is added to a sum over ranks is whole on each.
+        bias = self.stacked(*biases, axis=axis if axis == "outputs" else None)
         check_shape(" + ".join(biases), bias.shape, (sum(sizes.values()),))
         self.tensors |= zip(biases, bias.split([*sizes.values()]), strict=True)
         return Linear(weight, bias, axis)
@@ -155,10 +159,14 @@ class Checkpoint(AnyCheckpoint):
         progress: Progress,
         *,
         read: Read | None = None,
+        share: Share = WHOLE,
     ) -> None:
-        """`read` reads quantised layers. Raises WeightFileError if files are missing or damaged."""
+        """`read` reads quantised layers, whole.
+
+        Raises WeightFileError if files are missing or damaged.
+        """
         super().__init__(dtype, device, progress)
-        self._read = read
+        self._read, self.share = read, share
         # Only our Triton kernels multiply by narrow matrices; elsewhere they are unpacked.
         self.keeps_narrow = uses_triton(torch.empty(0, device=device))
         self.has_quantised = False  # whether any layer read so far was quantised
@@ -191,8 +199,8 @@ class Checkpoint(AnyCheckpoint):
         self._count(name)
         return self.view(name).to(self.device)
 
-    def stacked(self, *names: str) -> Tensor:
-        views = [self.view(name) for name in names]
+    def stacked(self, *names: str, axis: Axis | None = None) -> Tensor:
+        views = [self.share.of(self.view(name), axis) for name in names]
         for name, view in zip(names, views, strict=True):
             if view.dtype not in _FLOATS:
                 raise ValueError(
@@ -223,15 +231,15 @@ class Checkpoint(AnyCheckpoint):
         matrix = self._read(self, EMBEDDING) if self._read else None
         return Dense(embedding) if matrix is None else self._narrow(matrix)
 
-    def weight(self, shapes: dict[str, tuple[int, int]]) -> Matrix:
+    def weight(self, shapes: dict[str, tuple[int, int]], axis: Axis | None = None) -> Matrix:
         names = [f"{layer}.weight" for layer in shapes]
         for name, shape in zip(names, shapes.values(), strict=True):
             if name in self:
-                check_shape(name, self.view(name).shape, shape)
+                check_shape(name, self.view(name).shape, self.share.whole(shape, axis))
         matrices = [self._read(self, layer) if self._read else None for layer in shapes]
         narrow = [matrix for matrix in matrices if matrix is not None]
         if not narrow:
-            return Dense(self.stacked(*names))
+            return Dense(self.stacked(*names, axis=axis))
         self.has_quantised = True
         for name, matrix, shape in zip(names, matrices, shapes.values(), strict=True):
             if matrix is not None:
@@ -241,7 +249,7 @@ class Checkpoint(AnyCheckpoint):
             if stacked is not None:
                 return self._narrow(stacked)
         weights: list[Matrix] = [
-            Dense(self.stacked(name)) if matrix is None else self._narrow(matrix)
+            Dense(self.stacked(name, axis=axis)) if matrix is None else self._narrow(matrix)
             for name, matrix in zip(names, matrices, strict=True)
         ]
         if all(isinstance(weight, Dense) for weight in weights):  # unpacked

@@ -13,7 +13,7 @@ from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
 from .checkpoint import EMBEDDING, AnyCheckpoint, Progress, check_shape
 from .gguf_file import FILE_NAME, GgufFile
-from .weights import Dense, Matrix, Tiles
+from .weights import Axis, Dense, Matrix, Tiles
 
 # Names in the architecture `llama`, the only one that is read here.
 _OUTER = {EMBEDDING: "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -113,7 +113,7 @@ class GgufCheckpoint(AnyCheckpoint):
     def stored(self, name: str) -> Tensor:
         return self._read(name).dequantised().view(self._file.shape_of(_gguf_name(name)))
 
-    def stacked(self, *names: str) -> Tensor:
+    def stacked(self, *names: str, axis: Axis | None = None) -> Tensor:
         return torch.cat([self.stored(name).to(self.dtype) for name in names]).to(self.device)
 
     def unread(self) -> set[str]:
@@ -126,7 +126,7 @@ class GgufCheckpoint(AnyCheckpoint):
         num_tokens, width = embedding.shape
         return self.weight({EMBEDDING: (num_tokens, width)})
 
-    def weight(self, shapes: dict[str, tuple[int, int]]) -> Matrix:
+    def weight(self, shapes: dict[str, tuple[int, int]], axis: Axis | None = None) -> Matrix:
         names = [f"{name}.weight" for name in shapes]
         layouts = {self._file.format_of(_gguf_name(name)).layout for name in names}
         for name, shape in zip(names, shapes.values(), strict=True):

@@ -34,6 +34,7 @@ from .gguf_file import transformers_arguments
 from .hugging_face import HuggingFaceModel
 from .network import Network
 from .proof import CHECKED_LENGTHS, Original, why_different
+from .shares import WHOLE, Share
 from .unread import warn_of_unread
 from .weights import Dense, Tiles, packed
 
@@ -53,13 +54,16 @@ def load_network(
     is_draft: bool = False,
     batch_invariant: bool | None = False,
     cache_dtype: torch.dtype | None = None,
+    share: Share = WHOLE,
 ) -> Network:
     """Load a model directory onto a device.
 
     On a CPU, a draft whose dtype is "auto" gets 8-bit weights if they are faster. With
     `batch_invariant` the bits of a row do not depend on the batch, and a model that cannot promise
     this is refused; None: only if it can promise it at little cost. `cache_dtype` is that of keys
-    and values; None: the model's own. Raises UnsupportedModelError saying why a model is refused.
+    and values; None: the model's own. Of a model that ranks share, only `share` is read and
+    compared with transformers' code, and its blocks add no other's. Raises UnsupportedModelError
+    saying why a model is refused.
     """
     progress(0, 0)
     if not (Path(config.path) / "config.json").is_file():
@@ -75,7 +79,15 @@ def load_network(
         dtype = resolve_dtype(config.dtype, hf_config, device)
         quantised = quantised_format(config, hf_config)
         loader = _Loader(
-            config, hf_config, dtype, device, progress, is_draft, batch_invariant, cache_dtype
+            config,
+            hf_config,
+            dtype,
+            device,
+            progress,
+            is_draft,
+            batch_invariant,
+            cache_dtype,
+            share,
         )
         decoder, reason = loader.own_decoder(quantised)
         if decoder is not None:
@@ -93,6 +105,11 @@ def load_network(
         if batch_invariant and device.type == "cuda":
             raise UnsupportedModelError(
                 f"engine.batch_invariant is on, but on a GPU only our own decoder keeps it, and "
+                f"this model runs as transformers has it ({reason}); leave it out"
+            )
+        if share.size > 1:
+            raise UnsupportedModelError(
+                f"target.tensor_parallel is {share.size}, but only our own decoder is shared, and "
                 f"this model runs as transformers has it ({reason}); leave it out"
             )
         level = logging.WARNING if hf_config.model_type in FAMILIES else logging.INFO
@@ -135,6 +152,7 @@ class _Loader:
     is_draft: bool
     batch_invariant: bool | None
     cache_dtype: torch.dtype | None
+    share: Share
 
     def own_decoder(self, quantised: tuple[str, Read] | None) -> tuple[Decoder | None, str]:
         """Our decoder, if it knows this structure and computes what transformers does; or None, and
@@ -156,7 +174,9 @@ class _Loader:
                     read = rounding(rounds_inputs=False)
                 elif rounds:
                     read = rounding(rounds_inputs=True, leaves_out=(OUTPUT_LAYER, EMBEDDING))
-                checkpoint = Checkpoint(folder, self.dtype, self.device, self.progress, read=read)
+                checkpoint = Checkpoint(
+                    folder, self.dtype, self.device, self.progress, read=read, share=self.share
+                )
             decoder = build(self.hf_config, checkpoint)
             if quantised and isinstance(checkpoint, Checkpoint) and not checkpoint.has_quantised:
                 return None, "none of its layers is kept in that way"
@@ -197,7 +217,7 @@ class _Loader:
         in_codes = isinstance(decoder.output_layer.weight, Tiles)
         is_tied = self.hf_config.tie_word_embeddings and in_codes
         decoder.change_linears(partial(packed, rounds=rounds))
-        if can_compile(decoder):
+        if self.share.size == 1 and can_compile(decoder):
             decoder = CompiledDecoder(decoder, is_tied=is_tied)
         return decoder
 

@@ -32,6 +32,7 @@ _MOST_ROWS = 1024
 # then few. With more than _MOST_LONG_ROWS rows in all a pass is padded to a step of _ROWS_STEP.
 _LONG_ROWS = (33, 24, 16, 12, 8)
 _MOST_LONG_ROWS = 256
+_SHORT_ROWS = (16, 8, 4, 2, 1)  # rows a sequence; attention has a block size for each
 
 
 class PagedLayers(ABC):
@@ -294,6 +295,16 @@ def captured_shapes(
         ),
     ]
     return list(dict.fromkeys(shapes))
+
+
+def short_batches(max_num_seqs: int, most_rows: int) -> list[tuple[int, int]]:
+    """(sequences, rows of each) of small passes that together launch every kernel of a model."""
+    return [
+        (num_seqs, num_rows)
+        for num_seqs in padded_sizes(max_num_seqs)
+        for num_rows in _SHORT_ROWS
+        if num_seqs * num_rows <= most_rows
+    ]
 
 
 def _holds(shape: Shape, wanted: Shape) -> bool:

@@ -1,22 +1,24 @@
 """The models of a pair on their device, over one paged KV cache."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from outrider.kernels._dispatch import uses_triton
 
-from ..api import ReportProgress
+from ..api import ReportProgress, ignore_progress
 from ..config import EngineConfig
 from ..state.slots import Slots
+from .checkpoint import Progress
 from .groups import grouped
 from .heads.config import HeadError, head_kind
 from .heads.head import Head
 from .heads.loading import load_head
 from .loading import load_network
 from .network import Network, PagedLayers
+from .shares import Share
 
 log = logging.getLogger(__name__)
 
@@ -38,22 +40,37 @@ def _cache_dtype(name: str, device: torch.device) -> torch.dtype | None:
     return torch.float8_e4m3fn
 
 
+def load_target(
+    config: EngineConfig, progress: Progress = ignore_progress, share: Share | None = None
+) -> Network:
+    """The target or, if ranks share it, the share of one; of the first, unless it is given."""
+    device = torch.device(config.device)
+    return load_network(
+        config.target,
+        device,
+        progress,
+        batch_invariant=config.batch_invariant,
+        cache_dtype=_cache_dtype(config.cache.dtype, device),
+        share=share or Share(0, config.target.tensor_parallel),
+    )
+
+
 class ModelPair:
     """The loaded target and draft; a page holds the KV of the same tokens for both.
 
     The draft is a model of its own, or a head that reads hidden states of the target.
     """
 
-    def __init__(self, config: EngineConfig, report: ReportProgress) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        report: ReportProgress,
+        shared: Callable[[Network], Network] = lambda target: target,
+    ) -> None:
+        """`shared` makes of the first rank's share what runs on all, if ranks share the target."""
         device = torch.device(config.device)
         cache_dtype = _cache_dtype(config.cache.dtype, device)
-        self.target = load_network(
-            config.target,
-            device,
-            partial(report, "loading the target"),
-            batch_invariant=config.batch_invariant,
-            cache_dtype=cache_dtype,
-        )
+        self.target = shared(load_target(config, partial(report, "loading the target")))
         self.draft: Network | None = None
         self.head: Head | None = None
         self._layers: dict[str, PagedLayers] = {"target": self.target}

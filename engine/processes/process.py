@@ -21,7 +21,7 @@ import zmq
 
 from ..api import InvalidRequestError, NewRequest, QueueFullError, ReportProgress, RequestOutput
 from ..config import CacheConfig, ConfigError, EngineConfig
-from .child_process import leave_with_parent
+from ..lifeline import leave_with_parent
 from .heap import give_memory_back
 from .log_lines import JSONFormatter, LineFormatter
 from .messages import (

@@ -14,7 +14,8 @@ import zmq
 
 from ..api import ReportProgress, ignore_progress
 from ..config import EngineConfig
-from .child_process import ChildProcess, Restarts, describe_exit
+from ..lifeline import describe_exit
+from .child_process import ChildProcess, Restarts
 from .client import EngineClient
 from .messages import FromEngine, Hello, Ready, Shutdown, Status
 

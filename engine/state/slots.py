@@ -5,7 +5,7 @@ A step works on an index map `batch_idx -> slot`. The first `num_tokens[slot]` e
 verifier read the same array, and after a sequence is seated the host sends no more tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -87,6 +87,8 @@ class Slots:
         # Each field: [num_slots]
         self.sampling = Sampling(temperature, top_k, top_p, min_p, seed, rule)
         self.state = SlotState(self.token_ids, self.num_tokens, self.sampling)
+        # Is given all changes of the block tables: see `write_pages`.
+        self.on_pages: Callable[[np.ndarray], None] | None = None
         # By slot, those that were seated there last and still exist.
         self.requests: WeakValueDictionary[int, Request] = WeakValueDictionary()
 
@@ -102,7 +104,14 @@ class Slots:
         if newcomers:
             self._write_requests(newcomers)
         if entries:
-            self._scatter(self.block_tables.flatten(0, 1), *np.array(entries).T)
+            entries_np = np.array(entries, dtype=np.int64).T
+            if self.on_pages is not None:
+                self.on_pages(entries_np)
+            self.write_pages(entries_np)
+
+    def write_pages(self, entries_np: np.ndarray) -> None:
+        """Change the block tables. Shape: [3, N], of row (group * slots + slot), column, page."""
+        self._scatter(self.block_tables.flatten(0, 1), *entries_np)
 
     def _write_requests(self, seated: Sequence[Request]) -> None:
         """Copy tokens and sampling parameters of requests to their slots, all in one go."""

@@ -60,7 +60,8 @@ def add_parts(
 
     Returns norm(residual), rounded if the norm rounds, or None without a norm. `out` takes it if it
     is given; then the norm does not round.
-    Shape: residual and out [T, N] dense, parts [splits, T, N] float32, bias [N] -> [T, N] or None
+    Parts are summed in float32.
+    Shape: residual and out [T, N] dense, parts [splits, T, N], bias [N] -> [T, N] or None
     """
     num_splits, num_rows, width = parts.shape
     assert residual.is_contiguous()
@@ -88,13 +89,21 @@ def add_parts(
     return out if rows is None else rows
 
 
+def add_parts_reference(residual: Tensor, parts: Tensor, bias: Tensor | None = None) -> None:
+    """`add_parts` without a norm. Shape: residual [T, N], parts [splits, T, N], bias [N]"""
+    total = residual.float()
+    for part in parts.unbind():
+        total = total + part
+    residual.copy_(total if bias is None else total + bias)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_parts_kernel(
     residual_ptr,  # [num_rows, NUM_IN]
     out_ptr,  # as residual, or None
     codes_ptr,  # [num_rows, WIDTH] or None
     codes_scale_ptr,  # [num_rows, groups] or None
-    parts_ptr,  # [SPLITS, num_rows, NUM_IN] float32
+    parts_ptr,  # [SPLITS, num_rows, NUM_IN]
     bias_ptr,  # [NUM_IN] or None
     norm_ptr,  # [NUM_IN] or None
     eps,

@@ -60,6 +60,13 @@ class TargetSettings(_ModelSettings):
     device: Device = Field(
         default="auto", description="auto | cpu | cuda | cuda:N; auto: cuda where there is one."
     )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Processes that share the target's layers, each with a GPU of its own; the "
+        "draft is whole on the first. For targets that do not fit on one GPU. Tested on CPUs; not "
+        "yet measured on GPUs.",
+    )
     chat_template: Path | None = Field(
         default=None,
         description="File with a Jinja template, which makes prompts of chats. Unset: the model's "

@@ -12,7 +12,7 @@ import sys
 import uvloop
 from rich.console import Console
 
-from outrider.engine.processes.child_process import leave_with_parent
+from outrider.engine.lifeline import leave_with_parent
 from outrider.engine.processes.shared_engine import SharedEngine
 
 from ..models.prepare import Prepared

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
-from outrider.engine.processes.child_process import ChildProcess, Restarts, describe_exit
+from outrider.engine.lifeline import describe_exit
+from outrider.engine.processes.child_process import ChildProcess, Restarts
 from outrider.engine.processes.messages import Shutdown, Up
 from outrider.engine.processes.process_engine import ProcessEngine
 

@@ -229,6 +229,7 @@ def _model_config(
         trust_remote_code=settings.trust_remote_code,
         head_layers=settings.head_layers if isinstance(settings, DraftSettings) else None,
         is_mtp=isinstance(settings, DraftSettings) and settings.model == MTP,
+        tensor_parallel=settings.tensor_parallel if isinstance(settings, TargetSettings) else 1,
     )
 
 

@@ -15,11 +15,8 @@ import zmq
 
 from outrider.engine.api import ReportProgress, ignore_progress
 from outrider.engine.config import EngineConfig
-from outrider.engine.processes.child_process import (
-    ChildProcess,
-    describe_exit,
-    leave_with_parent,
-)
+from outrider.engine.lifeline import describe_exit, leave_with_parent
+from outrider.engine.processes.child_process import ChildProcess
 from outrider.engine.processes.messages import Failed, Loading
 
 from ..config.settings import Settings

@@ -95,6 +95,37 @@ async def test_kill_9_in_mid_stream_costs_only_what_was_running(client: Any) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.deep
+async def test_a_killed_rank_costs_only_what_was_running(tiny_model: Callable[..., Path]) -> None:
+    config = engine_config(tiny_model(seed=0), tiny_model(seed=1), num_pages=128)
+    target = replace(config.target, tensor_parallel=2)
+    client = ProcessEngine(replace(config, target=target, num_threads=1))
+    await client.start()
+    (prompt,) = prompts([5], VOCAB)
+    expected = {"a": generate(tiny_model(seed=0), prompt, 20)}
+    assert await collect(await client.generate([sequence("a", prompt)])) == expected
+    for is_idle in (False, True):
+        assert client.info is not None
+        (rank,) = psutil.Process(client.info.pid).children()
+        stream = await client.generate([sequence("a", prompt, 200)])
+        await anext(stream)
+        if is_idle:
+            await stream.aclose()
+            await pages_used_become(client, 0)
+        rank.kill()
+        if not is_idle:
+            with pytest.raises(EngineUnavailableError, match="rank 1 of the target: killed by"):
+                await collect(stream)
+        await state_becomes(client, "restarting")
+        await state_becomes(client, "ready")
+        assert await collect(await client.generate([sequence("a", prompt)])) == expected
+    engine = psutil.Process(client.info.pid)
+    ranks = engine.children()
+    await client.stop()
+    assert not [process for process in (engine, *ranks) if process.is_running()]
+
+
+@pytest.mark.slow
 @pytest.mark.deep  # of a scripted engine in test_process_engine.py, a command's in test_serving.py
 async def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     client = ProcessEngine(engine_config(tmp_path / "nothing"))

@@ -11,11 +11,8 @@ from tiny_models import DEVICE, VOCAB, Tiny
 
 from outrider.engine.api import SamplingParams
 from outrider.engine.engine import Engine
-from outrider.engine.measuring import (
-    OutOfDeviceMemoryError,
-    left_bytes,
-    naming_what_to_lower,
-)
+from outrider.engine.gpu_memory import OutOfDeviceMemoryError, left_bytes
+from outrider.engine.measuring import naming_what_to_lower
 from outrider.engine.models.groups import Group
 from outrider.engine.scoring import scorer
 from outrider.engine.state.batch import HostBatch

@@ -47,6 +47,8 @@ class Family(ABC):
         "num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
         "vocab_size",
     })  # fmt: skip
+    # Those of them that count what ranks share; none: ranks cannot share its layers.
+    per_rank: ClassVar[frozenset[str]] = frozenset()
 
     layer_types: ClassVar[frozenset[str]] = frozenset(LAYER_TYPES)  # that it implements
     rope_fields: ClassVar[frozenset[str]] = frozenset()  # of RoPE, beside those of all models
@@ -57,6 +59,8 @@ class Family(ABC):
         self.tensors, self._given = tensors, config
         declared = _declared(config)
         self.config = SimpleNamespace(**{name: declared.get(name) for name in self.fields})
+        for name in self.per_rank & declared.keys():
+            setattr(self.config, name, declared[name] // tensors.share.size)
         # Read by transformers whether or not it is declared.
         self.config.head_dim = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
@@ -100,6 +104,8 @@ class Family(ABC):
         config, given, tensors = self.config, self._given, self.tensors
         blocks = [self.block(f"model.layers.{i}", i) for i in range(config.num_hidden_layers)]
         embedding = tensors.tensor(f"{EMBEDDING}.weight", config.vocab_size, config.hidden_size)
+        if tensors.share.rank > 0:  # the first rank alone computes logits: any matrix will do
+            return Decoder(embedding, blocks, self.norm("model.norm"), tensors.tied(embedding))
         if given.tie_word_embeddings and f"{OUTPUT_LAYER}.weight" in tensors:
             own = tensors.stacked(f"{OUTPUT_LAYER}.weight")
             given.tie_word_embeddings = torch.equal(own, embedding)

@@ -23,6 +23,7 @@ class GptOss(Windowed):
     """Raises UnsupportedModelError if its experts are not in MXFP4, or damaged."""
 
     model_types = ("gpt_oss",)
+    per_rank = frozenset()  # nothing reads a share of its experts yet
     fields = Windowed.fields | {
         "num_experts_per_tok", "num_local_experts", "swiglu_alpha", "swiglu_limit"
     }  # fmt: skip

@@ -23,6 +23,9 @@ class Llama(Family):
     """All layers attend to all tokens, unless a subclass implements fields of windows."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
+    per_rank: ClassVar[frozenset[str]] = frozenset(
+        {"intermediate_size", "num_attention_heads", "num_key_value_heads"}
+    )
 
     def block(self, name: str, layer: int) -> Block:
         return Block(

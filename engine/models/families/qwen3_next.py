@@ -32,6 +32,7 @@ class Hybrid(Llama):
     # Positions of text are the same in all sections of RoPE.
     rope_fields = frozenset({"mrope_interleaved", "mrope_section", "partial_rotary_factor"})
     rotary = Qwen3NextRotaryEmbedding
+    per_rank = frozenset()  # nothing reads a share of a delta net yet
     by_key_head: ClassVar[bool]  # whether a delta net's inputs are stored so
 
     @classmethod

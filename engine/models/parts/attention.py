@@ -80,7 +80,9 @@ class Attention(Part):
                 value_dim=head_dim,
                 scale=head_dim**-0.5,
                 window=window,
-                sinks=tensors.tensor(f"{name}.sinks", num_heads) if has_sinks else None,
+                sinks=tensors.tensor(f"{name}.sinks", num_heads, axis="outputs")
+                if has_sinks
+                else None,
                 k_scale=_kv_scale(tensors, name, "k"),
                 v_scale=_kv_scale(tensors, name, "v"),
                 causal=causal,

@@ -1,0 +1,110 @@
+"""A follower's process: loads its share of the target, then runs what rank 0 sends.
+
+Started by `Followers` as `python -P -m outrider.engine.ranks.follower FD`, with a socket to rank 0
+as that file descriptor, and a line of JSON on its stdin. It logs nothing: what goes wrong is sent
+to rank 0, once.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..lifeline import leave_with_parent
+from ..state.phase import Shape
+from .wire import Op, receive, send
+
+if TYPE_CHECKING:
+    from .target_share import TargetShare
+
+_BEAT_S = 1.0
+
+
+class Connection:
+    """This end of the socket, for two threads."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+
+    def send(self, op: Op, integers_np: np.ndarray) -> None:
+        with self._lock:
+            send(self._connection, op, (), integers_np)
+
+    def receive(self) -> tuple[Op, Shape, np.ndarray]:
+        return receive(self._connection)
+
+    def beat(self) -> None:
+        """Say now and then that this process lives, whatever it does."""
+        try:
+            while True:
+                self.send(Op.ALIVE, np.zeros(0, dtype=np.int64))
+                threading.Event().wait(_BEAT_S)
+        except OSError:
+            os._exit(1)
+
+
+def follow(connection: Connection, told: dict[str, Any]) -> None:
+    """Load, then do what rank 0 says, for ever."""
+    from .target_share import TargetShare
+
+    share = TargetShare(told)
+    connection.send(Op.ANSWER, np.array([share.target.batch_invariant], dtype=np.int64))
+    op, _, _ = connection.receive()
+    assert op == Op.JOIN
+    share.join(Path(told["meeting"]))
+    while True:
+        answer = perform(share, *connection.receive())
+        if answer is not None:
+            connection.send(Op.ANSWER, np.array([answer], dtype=np.int64))
+
+
+def perform(share: "TargetShare", op: Op, shape: Shape, integers_np: np.ndarray) -> int | None:
+    match op:
+        case Op.RUN:
+            share.run(shape, integers_np)
+        case Op.PAGES:
+            share.slots.write_pages(integers_np.reshape(3, -1))
+        case Op.CAPTURE:
+            share.target.phase.capture(integers_np, shape)
+        case Op.BIND:
+            share.bind(integers_np.tolist())
+        case Op.COMPILE:
+            share.compile(*integers_np.tolist())
+        case Op.MEASURE:
+            share.measure()
+        case Op.MEASURED:
+            share.measured()
+        case Op.ROOM:
+            return share.room()
+        case _:
+            raise ValueError(f"rank 0 sent {op!r}, which a follower does not know")
+    return None
+
+
+def main() -> None:
+    logging.disable(logging.CRITICAL)
+    connection = Connection(socket.socket(fileno=int(sys.argv[1])))
+    told = json.loads(leave_with_parent(lambda: __import__("torch")))
+    threading.Thread(target=connection.beat, name="heartbeat", daemon=True).start()
+    try:
+        follow(connection, told)
+    except EOFError:  # rank 0 has gone
+        os._exit(1)
+    except Exception as error:
+        from ..config import ConfigError
+
+        reason = (
+            str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        )
+        connection.send(Op.FAILED, np.frombuffer(reason.encode(), np.uint8).astype(np.int64))
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Rank 0's end: starts the other ranks, has them follow, and ends with them."""
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from ..api import ReportProgress
+from ..config import EngineConfig
+from ..lifeline import describe_exit
+from ..models.decoder import Decoder
+from ..models.network import Network
+from ..state.phase import Shape
+from ..state.ragged import NONE_NP
+from ..state.slots import Slots
+from .group import Group
+from .shared_decoder import SharedDecoder
+from .wire import Op, receive, send
+
+log = logging.getLogger(__name__)
+
+_COMMAND = (sys.executable, "-P", "-m", "outrider.engine.ranks.follower")
+SILENCE_S = 20.0  # after so long without a word a follower counts as hung
+_GRACE_S = 3.0  # for the engine to end by itself once it has lost a follower
+_NEWS_S = 1.0  # for the news of a lost follower to come, once an exchange with it has failed
+
+
+class RankError(RuntimeError):
+    """A rank could not start; the message says which, and why."""
+
+
+class RankLostError(RuntimeError):
+    """A follower has died or hangs."""
+
+
+class Followers:
+    """The processes of ranks 1 to N - 1. They end with this one, however it ends.
+
+    Once one of them is lost, every call raises. If nothing calls, or a call waits for the lost one
+    for ever, this process ends: whoever watches it starts all ranks again.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start them; they load their shares meanwhile."""
+        if config.device != "cpu":
+            log.warning(
+                "target.tensor_parallel has been tested on CPUs; nobody has measured it on GPUs yet"
+            )
+        size = config.target.tensor_parallel
+        self.group = Group(0, size)
+        self._folder = Path(tempfile.mkdtemp(prefix="outrider-ranks-"))
+        self._lost = _Loss()
+        self._followers = [
+            _Follower(rank, config, self._folder, self._lost) for rank in range(1, size)
+        ]
+        # For an engine that is dropped in a process which goes on.
+        self._end = weakref.finalize(self, _end, self._followers, self._folder, self._lost)
+
+    def shared(self, target: Network) -> SharedDecoder:
+        """The target, of which rank 0 has loaded its share, once the others have theirs.
+
+        Raises RankError if one of them could not start.
+        """
+        assert isinstance(target, Decoder)
+        keep_bits = [bool(answer) for answer in self._answers()]
+        self.tell(Op.JOIN)
+        try:
+            self.group.join(self._folder / "meeting", target.device)
+        except RuntimeError as error:
+            raise self.cause_of(error) from error
+        self._lost.is_final = True
+        target.batch_invariant &= all(keep_bits)
+        return SharedDecoder(target, self.group, self.tell, self.cause_of)
+
+    def bind(self, slots: Slots, num_pages: Sequence[int]) -> None:
+        """Have them allocate the same slots, and as many pages of each group of layers."""
+        numbers = [
+            slots.max_num_seqs,
+            slots.max_model_len,
+            slots.max_drafts,
+            slots.page_size,
+            slots.vocab_size,
+            slots.max_drawn,
+            *num_pages,
+        ]
+        self.tell(Op.BIND, integers_np=np.array(numbers))
+        slots.on_pages = lambda entries_np: self.tell(Op.PAGES, (), entries_np)
+
+    def watched(self, report: ReportProgress) -> ReportProgress:
+        """`report`, which also raises RankError once one of them could not start."""
+
+        def check_and_report(stage: str, done: int, total: int) -> None:
+            if self._lost.reason is not None:
+                raise RankError(self._lost.reason)
+            report(stage, done, total)
+
+        return check_and_report
+
+    @contextlib.contextmanager
+    def compiling(self, most_rows: int) -> Iterator[None]:
+        """Inside, this rank compiles by itself; the others afterwards, when all is in the cache."""
+        with self.group.apart():
+            yield
+        self.tell(Op.COMPILE, (), np.array([most_rows]))
+
+    def tell(self, op: Op, shape: Shape = (), integers_np: np.ndarray = NONE_NP) -> None:
+        """Raises RankLostError if one of them is lost."""
+        try:
+            for follower in self._followers:
+                send(follower.connection, op, shape, integers_np)
+        except OSError as error:
+            raise self.cause_of(error) from error
+
+    def ask(self, op: Op) -> list[np.ndarray]:
+        self.tell(op)
+        return self._answers()
+
+    def _answers(self) -> list[np.ndarray]:
+        answers = []
+        for follower in self._followers:
+            answer = follower.answers.get()
+            if answer is None:
+                raise RankError(self._lost.reason)
+            answers.append(answer)
+        return answers
+
+    def cause_of(self, error: Exception) -> Exception:
+        """What to raise for the error of an exchange: that a follower is lost, if one is."""
+        self._lost.happened.wait(_NEWS_S)
+        return RankLostError(self._lost.reason) if self._lost.reason is not None else error
+
+    @property
+    def pids(self) -> list[int]:
+        return [follower.process.pid for follower in self._followers]
+
+    def stop(self) -> None:
+        """End them, and leave the group."""
+        self._end()
+        self.group.leave()
+
+
+class _Loss:
+    """The first loss of a follower."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.happened = threading.Event()
+        self.is_wanted = False  # we are ending them
+        self.is_final = False  # nothing of this process can go on without them
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+
+    def note(self, reason: str) -> None:
+        with self._lock:
+            if self.is_wanted or self.reason is not None:
+                return
+            self.reason = reason
+        self.happened.set()
+
+    def end_wanted(self) -> None:
+        with self._lock:
+            self.is_wanted = True
+        self._is_over.set()
+
+    def wait_for_the_end(self) -> None:
+        """End this process, unless it is ending anyway."""
+        if self.is_final and not self._is_over.wait(_GRACE_S):
+            log.critical("the engine ends: %s", self.reason)
+            os._exit(1)
+
+
+class _Follower:
+    """One of them, with a thread that hears it."""
+
+    def __init__(self, rank: int, config: EngineConfig, folder: Path, lost: _Loss) -> None:
+        self.rank = rank
+        self.answers: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
+        self._lost = lost
+        self.connection, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                (*_COMMAND, str(theirs.fileno())),
+                stdin=subprocess.PIPE,  # never closed: its end tells the child that we died
+                start_new_session=True,
+                pass_fds=(theirs.fileno(),),
+            )
+        assert self.process.stdin is not None
+        self.process.stdin.write(_line(rank, config, folder))
+        self.process.stdin.flush()
+        threading.Thread(target=self._hear, name=f"rank {rank}", daemon=True).start()
+
+    def _hear(self) -> None:
+        self.connection.settimeout(SILENCE_S)
+        try:
+            reason = self._listen()
+        except TimeoutError:
+            reason = f"it has not been heard for {SILENCE_S:g} s"
+            self.process.kill()
+        except (EOFError, OSError):
+            reason = describe_exit(self.process.wait())
+        self._lost.note(f"rank {self.rank} of the target: {reason}")
+        self.answers.put(None)
+        self._lost.wait_for_the_end()
+
+    def _listen(self) -> str:
+        while True:
+            frame = receive(self.connection)
+            if frame.op == Op.FAILED:
+                return bytes(frame.integers_np.tolist()).decode()
+            if frame.op == Op.ANSWER:
+                self.answers.put(frame.integers_np)
+
+
+def _line(rank: int, config: EngineConfig, folder: Path) -> bytes:
+    """What a follower must know, as a line of JSON."""
+    told = {
+        "rank": rank,
+        "meeting": str(folder / "meeting"),
+        "target": asdict(config.target),
+        "device": config.device,
+        "cache_dtype": config.cache.dtype,
+        "batch_invariant": config.batch_invariant,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "num_threads": config.num_threads,
+    }
+    return json.dumps(told).encode() + b"\n"
+
+
+def _end(followers: list[_Follower], folder: Path, lost: _Loss) -> None:
+    lost.end_wanted()
+    for follower in followers:
+        follower.process.kill()
+    for follower in followers:
+        follower.process.wait()
+        follower.connection.close()
+    shutil.rmtree(folder, ignore_errors=True)

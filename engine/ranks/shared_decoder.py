@@ -1,0 +1,134 @@
+"""A decoder of which each rank computes a share.
+
+Layers that are shared along their outputs need nothing: their outputs stay apart, as heads or as
+inner numbers of an MLP. What is shared along its inputs gives every rank a part of each sum. These
+parts are exchanged, and every rank adds them to its residual stream in the order of the ranks: so
+all have the same bits.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Unpack
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.kernels._dispatch import uses_triton
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.split_product import add_parts, add_parts_reference
+
+from ..models.attention import ForwardBatch
+from ..models.decoder import Decoder
+from ..models.network import Pass
+from ..models.weights import Fused, Layer, Matrix
+from ..state.phase import Phase, Shape
+from .group import Group
+from .wire import Op
+
+Tell = Callable[[Op, Shape, np.ndarray], None]
+CauseOf = Callable[[Exception], Exception]
+
+
+class SharedDecoder(Decoder):
+    """One rank's share of a decoder, which rank 0 runs on all ranks at once."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        group: Group,
+        tell: Tell | None = None,
+        cause_of: CauseOf = lambda error: error,
+    ) -> None:
+        """Take over a decoder of this rank's share.
+
+        On rank 0, `tell` reaches the others, and `cause_of` knows what made a pass fail.
+        """
+        vars(self).update(vars(decoder))
+        self._group, self._tell, self._cause_of = group, tell, cause_of
+        self.change_linears(self._summed)
+
+    def _summed(self, layer: Layer[Matrix]) -> Layer[Matrix]:
+        if layer.axis != "inputs":
+            return layer
+        return layer._replace(weight=SummedOverRanks(layer.weight, self._group))
+
+    @property
+    def phase(self) -> Phase[Pass]:
+        return self._phase
+
+    @functools.cached_property
+    def _phase(self) -> Phase[Pass]:
+        if self._tell is None:
+            return Phase(self.run, self.device)
+        return ToldPhase(self.run, self.device, self._group, self._tell, self._cause_of)
+
+    def run(self, packed: Tensor, shape: Shape) -> Pass:
+        # Only the slots of rank 0 know how far sequences have come, and their tokens.
+        self._group.broadcast(self._slots.num_tokens)
+        return super().run(packed, shape)
+
+    def __call__(self, batch: ForwardBatch) -> Pass:
+        self._group.broadcast(batch.input_ids)
+        if self._group.rank == 0:
+            return super().__call__(batch)
+        x = F.embedding(batch.input_ids, self.embedding)
+        self.through_blocks(x, None, batch)
+        return Pass(x)
+
+
+class ToldPhase(Phase[Pass]):
+    """A phase that all ranks run: whatever rank 0 does with it, it has the others do."""
+
+    def __init__(
+        self,
+        body: Callable[[Tensor, Shape], Pass],
+        device: torch.device,
+        group: Group,
+        tell: Tell,
+        cause_of: CauseOf,
+    ) -> None:
+        super().__init__(body, device)
+        self._group, self._tell, self._cause_of = group, tell, cause_of
+
+    def __call__(self, integers_np: np.ndarray, shape: Shape, *tensors: Tensor) -> Pass:
+        if not self._group.is_apart:
+            self._tell(Op.RUN, shape, integers_np)
+        try:
+            return super().__call__(integers_np, shape, *tensors)
+        except RuntimeError as error:  # of gloo, for example
+            raise self._cause_of(error) from error
+
+    def capture(
+        self, integers_np: np.ndarray, shape: Shape, tensors: Sequence[Tensor] = ()
+    ) -> Pass:
+        self._tell(Op.CAPTURE, shape, integers_np)
+        return super().capture(integers_np, shape, tensors)
+
+
+class SummedOverRanks(Matrix):
+    """A matrix of which each rank has a range of inputs, so that its products are parts of sums."""
+
+    def __init__(self, weight: Matrix, group: Group) -> None:
+        self._weight, self._group = weight, group
+        self.shape, self.num_bytes = weight.shape, weight.num_bytes
+        self.format, self.input_eps = weight.format, weight.input_eps
+        self.batch_invariant = weight.batch_invariant
+
+    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+        raise TypeError("a product that ranks share is only added to a residual")
+
+    def add_to(
+        self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
+    ) -> Normed | None:
+        parts = self._group.gather(self._weight.multiply(x, None))
+        if uses_triton(residual):
+            return add_parts(residual, parts, norm, bias)
+        add_parts_reference(residual, parts, bias)
+        return None
+
+    def dequantised(self) -> Tensor:
+        """Of this rank alone."""
+        return self._weight.dequantised()

@@ -1,0 +1,105 @@
+"""A follower's share of the target, with its pages: what rank 0 has it do."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.kernels.compiling import compile_together
+
+from ..config import CacheConfig, EngineConfig, ModelConfig
+from ..cpu_share import set_threads
+from ..gpu_memory import begin_measuring, left_bytes, measured_bytes
+from ..models.decoder import Decoder
+from ..models.groups import Group as LayerGroup
+from ..models.groups import grouped
+from ..models.network import short_batches
+from ..models.pair import load_target
+from ..models.shares import Share
+from ..state.phase import Shape
+from ..state.slots import Slots
+from .group import Group
+from .shared_decoder import SharedDecoder
+
+
+class TargetShare:
+    """The share of one follower."""
+
+    slots: Slots
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        """Load it. `told` is the line from `Followers`."""
+        target = ModelConfig(**told["target"])
+        rank, self.device = told["rank"], torch.device(told["device"])
+        self._utilization = told["gpu_memory_utilization"]
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", rank)
+            torch.cuda.set_device(self.device)
+        set_threads(told["num_threads"], target.tensor_parallel, self.device)
+        config = EngineConfig(
+            target=target,
+            device=str(self.device),
+            batch_invariant=told["batch_invariant"],
+            cache=CacheConfig(dtype=told["cache_dtype"]),
+        )
+        self._group = Group(rank, target.tensor_parallel)
+        decoder = load_target(config, share=Share(rank, target.tensor_parallel))
+        assert isinstance(decoder, Decoder)
+        self.target = SharedDecoder(decoder, self._group)
+        self._layers: list[LayerGroup] = []
+        self._num_bytes = self._step_bytes = 0
+
+    def join(self, meeting_point: Path) -> None:
+        self._group.join(meeting_point, self.device)
+
+    @torch.inference_mode()
+    def run(self, shape: Shape, integers_np: np.ndarray) -> None:
+        self.target.phase(integers_np, shape)
+
+    def bind(self, numbers: list[int]) -> None:
+        """Allocate slots and pages; `numbers` as `Followers.bind` sends them."""
+        num_seqs, max_len, max_drafts, page_size, vocab_size, max_drawn, *num_pages = numbers
+        self.slots = Slots(
+            num_seqs, max_len, max_drafts, page_size, self.device, vocab_size, max_drawn,
+            len(num_pages),
+        )  # fmt: skip
+        self.target.bind_slots(self.slots)
+        self._layers = self._layers or grouped([(self.target, True)], max_len)
+        for group in self._layers:
+            group.free()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._num_bytes = 0
+        # Of rank 0's groups, those of its draft come last.
+        for i, (group, num) in enumerate(zip(self._layers, num_pages, strict=False)):
+            group.bind(i, num, page_size)
+            self._num_bytes += num * page_size * group.spec.bytes_per_token
+
+    def compile(self, num_rows: int) -> None:
+        """Compile the kernels of the target's passes, which rank 0 has compiled just before."""
+        short = short_batches(self.slots.max_num_seqs, num_rows)
+        with self._group.apart():
+            compile_together(
+                [
+                    partial(self.target.rehearse, num_rows, 1),
+                    *(partial(self.target.rehearse_short, *batch) for batch in short),
+                ],
+                self.device,
+            )
+
+    def measure(self) -> None:
+        begin_measuring(self.device)
+
+    def measured(self) -> None:
+        self._step_bytes = measured_bytes(self.device)
+
+    def room(self) -> int:
+        """Bytes that pages may take."""
+        return left_bytes(
+            self.device,
+            self._utilization,
+            step_bytes=self._step_bytes,
+            freed_bytes=self._num_bytes,
+        )

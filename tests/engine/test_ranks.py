@@ -1,0 +1,218 @@
+"""A target that two ranks share: the answers, and what happens when one of them is lost.
+
+On a GPU machine each rank has a GPU (`make gpu-ranks`); elsewhere ranks are processes on the CPU.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributions import bound, chi_squared, total_variation
+from engines import GREEDY, engine_config, prompts, run, sampling_config, tokens
+from forked_ranks import forked
+from heads import save_tiny_head
+from target_distribution import joint, sample
+from tiny_models import DEVICE, VOCAB, Tiny
+
+from outrider.engine.api import RequestOutput, SamplingParams
+from outrider.engine.config import ConfigError, EngineConfig, ModelConfig
+from outrider.engine.engine import Engine
+from outrider.engine.models import pair
+from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.families import FAMILIES
+from outrider.engine.models.loading import load_network
+from outrider.engine.models.shares import WHOLE, Share
+from outrider.engine.ranks import followers
+from outrider.engine.ranks.followers import RankLostError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        DEVICE.type == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs"
+    ),
+]
+SOME = ["qwen2"]  # with biases of q, k and v
+OTHERS = ["llama", "mimo", "mistral", "qwen3", "seed_oss", "smollm3"]
+PROMPTS = prompts([3, 17, 9, 40], VOCAB)
+
+
+def shared(config: EngineConfig, size: int = 2) -> EngineConfig:
+    target = replace(config.target, tensor_parallel=size)
+    return replace(config, target=target, num_threads=1)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[EngineConfig], Engine]]:
+    """Start an engine of two ranks; afterwards, all processes have ended."""
+    engines = []
+
+    def started(config: EngineConfig) -> Engine:
+        if DEVICE.type == "cuda":
+            engines.append(Engine(shared(config)))
+        else:
+            with forked():
+                engines.append(Engine(shared(config)))
+        return engines[-1]
+
+    yield started
+    for engine in engines:
+        engine.worker.close()
+        with pytest.raises(ProcessLookupError):
+            os.kill(follower_of(engine), 0)
+
+
+def follower_of(engine: Engine) -> int:
+    ranks = engine.worker.followers
+    assert ranks is not None
+    (pid,) = ranks.pids
+    return pid
+
+
+def prompt_logprobs(outputs: list[list[RequestOutput]]) -> torch.Tensor:
+    return torch.tensor(
+        [
+            [chance for _, chance in sorted(logprobs.top)]
+            for each in outputs
+            for output in each
+            for logprobs in output.prompt_logprobs or []
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "architecture", [*SOME, *(pytest.param(name, marks=pytest.mark.deep) for name in OTHERS)]
+)
+def test_two_ranks_answer_as_one_process(
+    architecture: str, tiny_model: Tiny, draft: Path, start: Callable[[EngineConfig], Engine]
+) -> None:
+    config = engine_config(tiny_model(architecture), draft, max_num_batched_tokens=32)
+    params = replace(GREEDY, prompt_logprobs=20)
+    one, two = (run(engine, PROMPTS, params) for engine in (Engine(config), start(config)))
+    assert [tokens(outputs) for outputs in two] == [tokens(outputs) for outputs in one]
+    ours, theirs = prompt_logprobs(two), prompt_logprobs(one)
+    assert len(ours) == sum(map(len, PROMPTS)) - len(PROMPTS)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_every_family_that_ranks_share_is_compared() -> None:
+    found = {name for name, family in FAMILIES.items() if family.per_rank}
+    assert found - {"cwm", "ministral"} == {*SOME, *OTHERS}  # those two are Llamas with windows
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("proposer", ["draft_model", "head"])
+def test_the_joint_of_two_ranks_is_the_targets(
+    proposer: str, tiny_model: Tiny, tmp_path: Path, start: Callable[[EngineConfig], Engine]
+) -> None:
+    """A head reads hidden states, which are whole on the first rank."""
+    sizes = {"vocab_size": 4, "scale": 0.15}
+    target = tiny_model("llama", seed=3, num_hidden_layers=2, **sizes)
+    drafter = tiny_model("llama", seed=4, num_hidden_layers=1, **sizes)
+    if proposer == "head":
+        drafter = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), scale=0.2)
+    engine = start(sampling_config(target, drafter, "draft_model"))
+    params = SamplingParams(max_tokens=4, verification="token")
+    truth = joint(target, [2, 0, 3], params)
+    counts = sample(engine, [2, 0, 3], params, max_k=3, n=2400)
+    assert total_variation(truth, counts) < bound(len(truth), 2400)
+    assert chi_squared(truth, counts) < 1
+    stats = engine.stats()
+    assert 0 < sum(stats.accepted_per_position) < sum(stats.drafted_per_position)
+
+
+def test_a_follower_that_dies_or_hangs_ends_the_step(
+    tiny_model: Tiny,
+    start: Callable[[EngineConfig], Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(followers, "SILENCE_S", 1.5)
+    for number, reason in (
+        (signal.SIGKILL, r"rank 1 of the target: killed by signal 9"),
+        (signal.SIGSTOP, r"rank 1 of the target: it has not been heard for 1\.5 s"),
+    ):
+        engine = start(engine_config(tiny_model()))
+        os.kill(follower_of(engine), number)
+        with pytest.raises(RankLostError, match=reason):
+            run(engine, PROMPTS, GREEDY)
+        engine.worker.close()
+
+
+def test_a_follower_that_cannot_load_says_why_once(
+    tiny_model: Tiny,
+    start: Callable[[EngineConfig], Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    load = pair.load_network
+
+    def refused(*args: Any, share: Share = WHOLE, **options: Any) -> Any:
+        if share.rank == 1:
+            raise UnsupportedModelError("its share is damaged")
+        return load(*args, share=share, **options)
+
+    monkeypatch.setattr(pair, "load_network", refused)
+    with pytest.raises(ConfigError, match=r"^rank 1 of the target: its share is damaged$"):
+        start(engine_config(tiny_model()))
+    assert "damaged" not in "".join(capfd.readouterr())
+
+
+def test_shares_of_two_ranks_make_the_whole(tiny_model: Tiny) -> None:
+    """Each holds half of every layer that has an axis."""
+    config = ModelConfig(path=str(tiny_model("qwen2")), dtype="float32")
+    decoders = [
+        load_network(config, DEVICE, share=share) for share in (WHOLE, Share(0, 2), Share(1, 2))
+    ]
+    blocks = []
+    for decoder in decoders:
+        assert isinstance(decoder, Decoder)
+        blocks.append(decoder.blocks[1])
+    for part in range(2):
+        whole, first, second = (block.parts[part].linears for block in blocks)
+        for name, layer in whole.items():
+            matrix = layer.weight.dequantised()
+            own, other = (share[name].weight.dequantised() for share in (first, second))
+            dim = 0 if layer.axis == "outputs" else 1
+            assert own.shape[dim] == other.shape[dim] == matrix.shape[dim] // 2
+            # Rows of q, k and v, and of gate and up, alternate: as a set, they are those of both.
+            rows = torch.cat((own, other), dim)
+            found = {tuple(row) for row in rows.movedim(dim, 0).tolist()}
+            assert found == {tuple(row) for row in matrix.movedim(dim, 0).tolist()}
+
+
+@pytest.mark.parametrize(
+    ("size", "architecture", "reason"),
+    [
+        (3, "llama", r"does not divide .*num_key_value_heads 2: set it to 1 or 2$"),
+        (2, "gemma2", "runs as transformers has it .*: leave it out, or run a replica on each GPU"),
+        (2, "qwen3_moe", "layers of qwen3_moe are not shared yet"),
+        (0, "llama", "target.tensor_parallel is 0; it is at least 1"),
+    ],
+)
+def test_a_target_that_cannot_be_shared_is_refused_at_once(
+    size: int,
+    architecture: str,
+    reason: str,
+    tiny_model: Tiny,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before a process is started, or a weight is read."""
+    monkeypatch.setattr(followers, "Followers", None)
+    monkeypatch.setattr(pair, "load_network", None)
+    with pytest.raises(ConfigError, match=reason):
+        Engine(shared(engine_config(tiny_model(architecture)), size))
+
+
+def test_quantised_weights_and_shared_drafts_are_refused(tiny_model: Tiny, draft: Path) -> None:
+    config = shared(engine_config(tiny_model(), draft))
+    rounded = replace(config.target, quantization="fp8")
+    with pytest.raises(ConfigError, match="only plain weights are shared yet"):
+        Engine(replace(config, target=rounded))
+    assert config.draft is not None
+    with pytest.raises(ConfigError, match=r"draft\.tensor_parallel is 2, but a draft is whole"):
+        Engine(replace(config, draft=replace(config.draft, tensor_parallel=2)))
