@@ -239,6 +239,13 @@ def test_what_is_not_served_is_refused_by_name(
         load_network(ModelConfig(path=str(own), dtype="float32"), DEVICE)
 
 
+def test_a_mixture_of_hybrids_is_refused(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3_next")
+    change_config(path, num_experts=4)
+    with pytest.raises(UnsupportedModelError, match=r"qwen3_next.* experts of hybrids are not"):
+        load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+
+
 def test_another_model_with_a_state_is_refused(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3")
     change_config(path, layer_types=["linear_attention", "full_attention"])

@@ -17,7 +17,7 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel, PackedLinear
 from outrider.engine.models.loading import load_network
 
-HYBRIDS = {"qwen3_5_text"}  # only our decoder keeps their states
+HYBRIDS = {"qwen3_5_text", "qwen3_next"}  # only our decoder keeps their states
 OURS = {
     "llama",
     "mimo",
@@ -26,6 +26,7 @@ OURS = {
     "qwen3",
     "qwen3_5_text",
     "qwen3_moe",
+    "qwen3_next",
     "seed_oss",
     "smollm3",
 }

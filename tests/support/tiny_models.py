@@ -69,6 +69,17 @@ TINY: dict[str, dict[str, object]] = {
         "linear_key_head_dim": 12,
         "linear_value_head_dim": 8,
     },
+    "qwen3_next": {
+        "num_experts": 0,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 8,
+    },
     "gpt_oss": {
         "num_key_value_heads": 2,
         "head_dim": 16,

@@ -88,3 +88,20 @@ class Qwen3_5(Hybrid):
 
     model_types = ("qwen3_5_text",)
     by_key_head = False
+
+
+class Qwen3Next(Hybrid):
+    """Without experts: its mixtures are refused."""
+
+    model_types = ("qwen3_next",)
+    by_key_head = True
+    fields = Hybrid.fields | {
+        "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob",
+        "num_experts", "num_experts_per_tok", "shared_expert_intermediate_size",
+    }  # fmt: skip
+
+    @classmethod
+    def why_unknown(cls, config: PreTrainedConfig) -> str | None:
+        if config.num_experts:
+            return "the experts of hybrids are not served yet"
+        return super().why_unknown(config)
