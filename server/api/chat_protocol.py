@@ -142,7 +142,10 @@ class ChatCompletionRequest(ChoiceFields, ChatFields):
             variables["reasoning_effort"] = self.reasoning_effort
         if self.reasoning_effort == "none":
             variables["enable_thinking"] = False
-        return variables | self.chat_template_kwargs
+        variables |= self.chat_template_kwargs
+        if "enable_thinking" in variables:  # as other templates call it
+            variables.setdefault("thinking", variables["enable_thinking"])
+        return variables
 
 
 # An answer may have hundreds of thousands of these: a pydantic model takes ten times the memory.

@@ -9,8 +9,10 @@ from ..base.errors import invalid_value
 from ..base.held import json_bytes
 from ..base.off_loop import off_loop
 from ..base.request_key import request_key
+from ..grammar.thoughts import after_thoughts
 from ..grammar.tool_choice import Calls, calls_grammar, choose, text_and_calls_grammar
 from ..text.chat_template import ChatTemplateError
+from ..text.message_format import ThoughtsFirst
 from ..text.message_parser import MessageParser
 from ..text.message_reader import MessageReader, RawCall
 from ..text.tool_calls import tools_by_name
@@ -41,7 +43,9 @@ async def prepare_turn(
     max_tokens = body.max_completion_tokens or body.max_tokens
     ids = service.truncate(body, ids, max_tokens)
     salt, num_bytes = service.cache_salt(body, request_key(http)), json_bytes(http)
-    grammar, of_calls = await _grammar(service, body, calls, salt, num_bytes), None
+    first = _thoughts_first(service, body, prompt, calls)
+    grammar = await _grammar(service, body, calls, salt, num_bytes, first)
+    of_calls = None
     if grammar is None:
         of_calls = await _grammar_of_strict_calls(service, body, prompt, calls, salt, num_bytes)
     # A model's own response template reads the whole prompt.
@@ -53,6 +57,7 @@ async def prepare_turn(
         prompt,
         calls,
         grammar is not None,
+        first is not None,
         of_calls is not None,
     )
     asked = Asked(
@@ -77,6 +82,7 @@ def _readers(
     prompt: str,
     calls: Calls,
     follows_grammar: bool,
+    thinks_first: bool,
     calls_are_json: bool,
 ) -> list[MessageReader]:
     """One reader for each answer."""
@@ -91,6 +97,7 @@ def _readers(
             continued=body.continued,
             must_call=calls.required,
             follows_grammar=follows_grammar,
+            thinks_first=thinks_first,
             calls_are_json=calls_are_json,
         )
 
@@ -113,21 +120,47 @@ def _shown_special_ids(service: Service, readers: list[MessageReader]) -> frozen
     return service.tokenizer.special_ids_of(service.message_format.delimiters)
 
 
+def _thoughts_first(
+    service: Service, body: ChatCompletionRequest, prompt: str, calls: Calls
+) -> ThoughtsFirst | None:
+    """The thoughts that come before an answer which follows a grammar, if it may think at all."""
+    is_bound = calls.required or body.response_format or body.structured_outputs
+    if not is_bound or calls.input_grammar is not None:  # that answer is the tool's input alone
+        return None
+    form = service.message_format
+    first = form.thoughts_before_answer(
+        prompt,
+        service.tokenizer.has_tokens,
+        begun=form.has_begun_reasoning(prompt, body.continued),
+        continues=body.continue_final_message,
+    )
+    # Required calls are JSON that is on no channel.
+    return None if first is not None and first.channels and calls.required else first
+
+
 async def _grammar(
-    service: Service, body: ChatCompletionRequest, calls: Calls, salt: str, num_bytes: int
+    service: Service,
+    body: ChatCompletionRequest,
+    calls: Calls,
+    salt: str,
+    num_bytes: int,
+    first: ThoughtsFirst | None,
 ) -> str | None:
     """The grammar of the answer; raises APIError.
 
     A required call takes precedence over a format, which clients send for the turn after the calls.
     """
+    grammars, within = service.grammars, None
+    if first is not None:
+        within = partial(after_thoughts, first=first, id_of=service.tokenizer.id_of)
     if calls.input_grammar is not None:
-        return await service.grammars.check("tools", calls.input_grammar, salt)
+        return await grammars.check("tools", calls.input_grammar, salt)
     if calls.required:
         make = partial(calls_grammar, calls.tools, several=calls.most is None)
         grammar = await off_loop(num_bytes, make)
-        return await service.grammars.check("tool_choice", grammar, salt)
-    return await service.grammars.grammar_of(
-        body.response_format, body.structured_outputs, salt, num_bytes
+        return await grammars.check("tool_choice", grammar, salt, within)
+    return await grammars.grammar_of(
+        body.response_format, body.structured_outputs, salt, num_bytes, within
     )
 
 

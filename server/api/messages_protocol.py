@@ -241,9 +241,15 @@ class AnthropicToolChoice(APIRequest):
 
 
 class Thinking(APIRequest):
-    ignored_fields: ClassVar = frozenset({"budget_tokens", "display"})
+    ignored_fields: ClassVar = frozenset({"display"})
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        budget = {} if self.budget_tokens is None else {"thinking_budget": self.budget_tokens}
+        return {"enable_thinking": self.type != "disabled"} | budget
 
 
 class OutputFormat(APIRequest):
@@ -301,7 +307,7 @@ class ConversationFields(Body):
             "tool_choice": self.tool_choice.as_chat(),
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "include_reasoning": self.thinks,
-            "chat_template_kwargs": {"enable_thinking": self.thinks} | self.chat_template_kwargs,
+            "chat_template_kwargs": self.thinking.template_variables | self.chat_template_kwargs,
             "reasoning_effort": self.output_config.effort,
             # The answer continues a turn that has begun.
             "continue_final_message": last["role"] == "assistant" and "tool_calls" not in last,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, model_validator
@@ -42,6 +43,8 @@ class GrammarText(NamedTuple):
     syntax: Syntax
     text: str
 
+
+Within = Callable[[str], GrammarText]  # makes a grammar of one in Lark
 
 _COUNTS = {
     f"{bound}{what}" for bound in ("min", "max") for what in ("Items", "Length", "Properties")
@@ -183,24 +186,32 @@ class GrammarChecker:
         structured_outputs: StructuredOutputs | None,
         salt: str,
         num_bytes: int,
+        within: Within | None = None,
     ) -> str | None:
-        """The grammar of an answer; raises APIError that names the field. `salt` as in `check`;
-        `num_bytes`: of the JSON that they come from."""
+        """The grammar of an answer; raises APIError that names the field. `salt` and `within` as in
+        `check`; `num_bytes`: of the JSON that they come from."""
         text: GrammarText | None = None
         if response_format is not None:
             text = await off_loop(num_bytes, response_format.grammar_text)
         if structured_outputs is None:
-            return await self.check("response_format", text, salt) if text else None
+            return await self.check("response_format", text, salt, within) if text else None
         if text:
             raise invalid_value(
                 "structured_outputs", "structured_outputs and response_format exclude each other."
             )
         text = await off_loop(num_bytes, structured_outputs.grammar_text)
-        return await self.check("structured_outputs", text, salt)
+        return await self.check("structured_outputs", text, salt, within)
 
-    async def check(self, param: str, grammar: GrammarText, salt: str) -> str:
+    async def check(
+        self, param: str, grammar: GrammarText, salt: str, within: Within | None = None
+    ) -> str:
         """The grammar as Lark; raises APIError unless the engine can follow it. `param` is the
-        field that it comes from. Only requests with the same salt find what others compiled."""
+        field that it comes from. Only requests with the same salt find what others compiled.
+        `within` makes a larger grammar of it."""
+        if within is not None and grammar.syntax == "lark":
+            return await self.check(param, within(grammar.text), salt)
+        if within is not None:
+            return await self.check(param, within(await self.check(param, grammar, salt)), salt)
         if self._compiler is None:
             raise unsupported(param, f"{param} is not supported with this model's tokenizer.")
         self._check_size(param, grammar.text)

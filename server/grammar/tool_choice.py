@@ -13,6 +13,7 @@ from ..base.errors import cut, invalid_value, unsupported
 from ..base.fields import MAX_TOOLS, APIRequest
 from ..text.call_formats import CALL, END_CALL, END_THINK, THINK
 from .structured_outputs import WHITESPACE, GrammarText, json_of_schema
+from .thoughts import text_without
 
 INPUT = "input"  # the name of a custom tool's text in a call
 
@@ -191,24 +192,18 @@ def text_and_calls_grammar(
     strict tools must follow a schema. With `begun`, the answer begins within the reasoning.
     """
     functions = [tool["function"] for tool in tools]
-    text, thought = f"TEXT: {_without(CALL)}", ""
+    text, thought = f"TEXT: {text_without(CALL)}", ""
     if reasons:
-        text += f" & {_without(THINK)}"
+        text += f" & {text_without(THINK)}"
         thought = f"{THINK} THOUGHT? {END_THINK} | "
     rules = [
         f"start: THOUGHT? {END_THINK} said" if begun else "start: said",
         f"said: TEXT? (({thought}{CALL} WS? call WS? {END_CALL}) TEXT?)*",
         text,
-        f"THOUGHT: {_without(END_THINK)}",
+        f"THOUGHT: {text_without(END_THINK)}",
     ]
     bound = [each if each.get("strict") is True else {"name": each["name"]} for each in functions]
     return _grammar_of_calls(rules, bound)
-
-
-def _without(marker: str) -> str:
-    """A terminal for text that does not spell out the marker: that would be read as a marker."""
-    marker = marker.replace("/", r"\/")
-    return f"/(?s:.+)/ & ~/(?s:.*){marker}(?s:.*)/"
 
 
 def _grammar_of_calls(rules: list[str], functions: list[dict[str, Any]]) -> GrammarText:

@@ -69,6 +69,11 @@ class Thoughts:
     close: str
     shown_by: tuple[str, ...]  # a chat template with one of these uses these markers
 
+    @property
+    def tokens(self) -> tuple[str, str]:
+        """The markers that are tokens; a text may follow the first."""
+        return self.open[: self.open.index(self.close[-1]) + 1], self.close
+
 
 def _json_head(*open: str) -> Pattern:
     """`{"name": "…", "arguments": {`, maybe after a marker and within a list."""
@@ -111,6 +116,7 @@ _DSML_TAGS = Tags(
     end_value="</｜DSML｜parameter>",
 )
 
+ANSWER = CallFormat(at_start=True)  # no calls
 LIST = CallFormat(open=("[",), heads=(_json_head(),), at_start=True)
 # In this order: the first one that a chat template shows is used.
 FORMATS: dict[str, CallFormat] = {

@@ -2,14 +2,18 @@
 chat template shows."""
 
 import uuid
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 from ..config.server_settings import ServerSettings, ToolCallFormat
 from .call_formats import (
+    ANSWER,
     FORMATS,
     LIST,
     THOUGHTS,
     CallFormat,
+    Thoughts,
     shown_format,
     shown_thoughts,
 )
@@ -28,6 +32,15 @@ def shows_reasoning(chat_template: str, response_template: dict[str, Any] | None
     if response_template is not None:
         return not REASONING_FIELDS.isdisjoint(response_template["fields"])
     return shown_thoughts(chat_template) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtsFirst:
+    """Thoughts before an answer that follows a grammar: between markers, or on channels."""
+
+    thoughts: Thoughts | None = None
+    begun: bool = False  # by the prompt
+    channels: bool = False
 
 
 class MessageFormat:
@@ -80,19 +93,14 @@ class MessageFormat:
         """The special tokens that the parser must see; None: all."""
         if self._template is not None:
             return None
-        return (*self._markers, *self._markers_of_thoughts)
-
-    @property
-    def _markers_of_thoughts(self) -> tuple[str, ...]:
-        begin = self._thoughts.open.split("thought")[0]
-        return (begin, self._thoughts.close)
+        return (*self._markers, *self._thoughts.tokens)
 
     @property
     def markers_of_bindable_calls(self) -> tuple[str, ...] | None:
         """Markers that must be tokens for a grammar to bind calls; None: calls cannot be bound."""
         if self._format is None or not self._format.is_bindable:
             return None
-        return (*self._format.markers, *(self._markers_of_thoughts if self.has_reasoning else ()))
+        return (*self._format.markers, *(self._thoughts.tokens if self.has_reasoning else ()))
 
     def has_begun_reasoning(self, prompt: str, continued: str = "") -> bool:
         """Whether the answer begins within a thought: one that the prompt opens at its end, or one
@@ -102,6 +110,29 @@ class MessageFormat:
         is_open = continued.rfind(begin) > continued.rfind(end)
         return self.has_reasoning and (opens or is_open)
 
+    def thoughts_before_answer(
+        self,
+        prompt: str,
+        are_tokens: Callable[[Collection[str]], bool],
+        *,
+        begun: bool,
+        continues: bool,
+    ) -> ThoughtsFirst | None:
+        """The thoughts that may come before an answer which follows a grammar; None: there are
+        none, or a grammar cannot see where they end. `begun`: by the prompt; `continues`: the
+        answer goes on with a turn.
+        """
+        if self._template is not None or not self.has_reasoning:
+            return None
+        if self._has_channels:
+            known = are_tokens(FORMATS["harmony"].markers) and prompt.endswith("<|start|>assistant")
+            return ThoughtsFirst(channels=True) if known else None
+        is_over = prompt[-_MAX_OPENING_CHARS:].rstrip().endswith(self._thoughts.close)
+        if not begun and (is_over or continues):
+            return None
+        known = are_tokens(self._thoughts.tokens)
+        return ThoughtsFirst(self._thoughts, begun=begun) if known else None
+
     def parser(
         self,
         prompt: str,
@@ -110,23 +141,32 @@ class MessageFormat:
         continued: str = "",
         must_call: bool = False,
         follows_grammar: bool = False,
+        thinks_first: bool = False,
         calls_are_json: bool = False,
     ) -> MessageParser | None:
         """A parser for one answer to this prompt, which may continue the turn that ends the prompt;
         None if everything in the answer is content.
 
         An answer that must call tools is a JSON list of calls, whatever the model's own format. An
-        answer that follows a grammar contains no reasoning. If a grammar sees to it that
-        `calls_are_json`, a marker within a string of theirs is text.
+        answer that follows a grammar contains no other calls, and no reasoning unless it
+        `thinks_first`. If a grammar sees to it that `calls_are_json`, a marker within a string of
+        theirs is text.
         """
-        reasoning = self.has_reasoning and not follows_grammar
-        if must_call:
-            return MarkerParser(LIST, tools)
+        reasoning = self.has_reasoning and (thinks_first or not follows_grammar)
+        if must_call or (follows_grammar and reasoning and not self._has_channels):
+            return MarkerParser(
+                LIST if must_call else ANSWER,
+                tools,
+                thoughts=self._thoughts if reasoning and follows_grammar else None,
+                begun=reasoning and follows_grammar and self.has_begun_reasoning(prompt, continued),
+            )
+        if follows_grammar:
+            tools = {}
         if self._template is not None and (tools or reasoning):
             from .response_template import TemplateParser  # imports transformers
 
             return TemplateParser(self._template, prompt, tools)
-        if self._has_channels and not follows_grammar and (tools or reasoning):
+        if self._has_channels and (tools or reasoning):
             return HarmonyParser(prompt, tools if self._format is not None else {})
         form = self._format if tools else None
         if form is None and not reasoning:

@@ -139,20 +139,28 @@ class MarkerParser(MessageParser):
         self._think = thoughts.open if thoughts else ""
         self._close = (form.close if form else None) or ""
         self._may_call_within = form is not None and not form.at_start
-        self._state = _State.CONTENT
+        # Where calls come at the start or not at all, so do thoughts.
+        self._begins_once = form.at_start if form is not None else False
+        self._state: _State = _State.CONTENT
         if begun:
             self._state = _State.REASONING
             self._begin_reasoning(0)
-        elif form is not None and form.at_start:
+        elif self._begins_once:
             self._state = _State.START
-        opening = self._open if self._may_call_within else ()
+        opening = (*self._open, *((self._think,) if self._think else ()))
         self._ends: dict[_State, tuple[str, ...]] = {
-            _State.CONTENT: (*opening, thoughts.open) if thoughts else opening,
+            _State.START: opening,
+            _State.CONTENT: () if self._begins_once else opening,
             _State.REASONING: (thoughts.close,) if thoughts else (),
             _State.CALL: (self._close,) if self._close else (),
         }
         # No marker contains the first character of another, so markers cannot overlap.
-        self._markers = {marker for markers in self._ends.values() for marker in markers}
+        self._markers = {
+            marker
+            for state, markers in self._ends.items()
+            if state is not _State.START
+            for marker in markers
+        }
         self._pattern = re.compile("|".join(map(re.escape, self._markers)) or r"(?!)")
         self._call: list[str] = []  # text of the current call, unless it is reported as it arrives
         self._stream: CallStream | None = None
@@ -193,6 +201,8 @@ class MarkerParser(MessageParser):
                     self._begin_reasoning(start + marker.start())
                 parts += self._turn(marker[0])
                 at = marker.end()
+                if self._begins_once:  # calls or more thoughts may follow
+                    return parts + self._read(text[at:], ended=ended)
         end = len(text) if ended else max(at, start_of_tail(text, self._markers))
         self._tail = text[end:]
         self.num_read = start + end
@@ -200,7 +210,7 @@ class MarkerParser(MessageParser):
 
     def _is_marker(self, tail: str, hidden: str) -> bool:
         """Whether the end of the text is the shown part of a marker that a stop begins within."""
-        ends = self._open if self._state is _State.START else self._ends[self._state]
+        ends = self._ends[self._state]
         if not hidden or not tail or self._is_text_of_call:
             return False
         written = tail + hidden
@@ -214,10 +224,16 @@ class MarkerParser(MessageParser):
     def _begin(self, text: str, *, ended: bool) -> str:
         """Decide by the first characters; returns the text after leading blanks."""
         said = text.lstrip()
-        self._blanks.append(text[: len(text) - len(said)])
+        blanks = text[: len(text) - len(said)]
+        if not self.reasoning:
+            self._blanks.append(blanks)
+        if self._think and said.startswith(self._think):
+            self._state, self._blanks = _State.REASONING, []
+            self._begin_reasoning(self.num_read + len(blanks))
+            return said[len(self._think) :]
         if said.startswith(self._open):
             self._state = _State.CALL
-        elif ended or (said and not any(marker.startswith(said) for marker in self._open)):
+        elif ended or (said and not any(m.startswith(said) for m in self._ends[_State.START])):
             self._state = _State.CONTENT
         return said
 
@@ -235,7 +251,7 @@ class MarkerParser(MessageParser):
             self._state = _State.CONTENT
             return self._end_call(marker)
         if self._state is _State.REASONING:
-            self._state = _State.CONTENT
+            self._state = _State.START if self._begins_once else _State.CONTENT
             return []
         if marker == self._think:
             self._state = _State.REASONING

@@ -14,9 +14,9 @@ from .tool_calls import calls_of_field
 class MessageReader:
     """Reads a growing text with a parser, and leaves out what the request does not want.
 
-    `calls_only`: any text besides calls is the rest of a call that was cut off. `free_text`: names
-    of tools whose argument is a text; the answer calls them with `{"input": TEXT}`, and only the
-    text is reported.
+    `calls_only`: any text besides calls and reasoning is the rest of a call that was cut off.
+    `free_text`: names of tools whose argument is a text; the answer calls them with
+    `{"input": TEXT}`, and only the text is reported.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class MessageReader:
     def _shown(self, part: Part) -> Part | None:
         match part:
             case Text():
-                hidden = self._calls_only or (part.reasoning and not self._with_reasoning)
+                hidden = not self._with_reasoning if part.reasoning else self._calls_only
                 return None if hidden else part
             case CallStart(name, id=call_id):
                 self._skips_call = self.num_calls == self._max_calls

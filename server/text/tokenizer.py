@@ -129,6 +129,12 @@ class Tokenizer:
         added = {token.content for token in self.backend.get_added_tokens_decoder().values()}
         return added.issuperset(texts)
 
+    def id_of(self, text: str) -> int:
+        """The id of a text that is a token."""
+        token_id: int | None = self.backend.token_to_id(text)
+        assert token_id is not None
+        return token_id
+
     def token_table(self, size: int) -> TokenTable:
         """What the first `size` token ids stand for in the middle of a text."""
         # Not `token_bytes`: alone, a token may lose the space that it begins with.

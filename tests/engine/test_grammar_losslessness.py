@@ -3,7 +3,8 @@
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from target_distribution import sample
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import SamplingParams
+from outrider.engine.config import TokenTable
 from outrider.engine.engine import Engine
 
 LETTERS, EOS, VOCAB = "abc", 3, 4
@@ -22,21 +24,45 @@ LENGTH = 4
 PROMPT = [2, 0, 3]
 PATTERN = "(ab?c?){1,3}"
 NUM_SAMPLES = 2400  # over some thirty outputs
-# All there is of the grammar, and all its beginnings, by brute force.
-TEXTS = {
-    text
-    for length in range(10)
-    for text in map("".join, itertools.product(LETTERS, repeat=length))
-    if re.fullmatch(PATTERN, text)
-}
-BEGINNINGS = {text[:i] for text in TEXTS for i in range(len(text) + 1)}
 
 
-def allowed(text: str) -> list[bool]:
-    return [*(text + letter in BEGINNINGS for letter in LETTERS), text in TEXTS]
+@dataclass(eq=False)
+class Language:
+    """What a grammar allows, by brute force: texts of three letters, which stand for tokens."""
+
+    grammar: str
+    pattern: str
+    letters: str
+    tokens: TokenTable
+
+    @cached_property
+    def texts(self) -> set[str]:
+        return {
+            text
+            for length in range(10)
+            for text in map("".join, itertools.product(self.letters, repeat=length))
+            if re.fullmatch(self.pattern, text)
+        }
+
+    @cached_property
+    def beginnings(self) -> set[str]:
+        return {text[:i] for text in self.texts for i in range(len(text) + 1)}
+
+    def allowed(self, text: str) -> list[bool]:
+        return [*(text + letter in self.beginnings for letter in self.letters), text in self.texts]
 
 
-def joint(path: Path, params: SamplingParams) -> dict[tuple[int, ...], float]:
+WORDS = Language(f"start: /{PATTERN}/", PATTERN, LETTERS, stands_for(*LETTERS))
+# E is a token that ends thoughts, in which the answer's letters are free.
+THOUGHTS = Language(
+    "start: THOUGHT? <[2]> answer\nTHOUGHT: /(?s:.+)/\nanswer: %lark {\nstart: /ab?|ba/\n}",
+    "[ab]*E(ab?|ba)",
+    "abE",
+    TokenTable(token_bytes=(b"a", b"b", b"</t>", b"<eos>"), special_token_ids=(2, 3)),
+)
+
+
+def joint(path: Path, params: SamplingParams, language: Language) -> dict[tuple[int, ...], float]:
     """Probability of every output: of LENGTH tokens, or fewer with eos at the end."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     found, open_ones = {}, {(): 1.0}
@@ -45,7 +71,7 @@ def joint(path: Path, params: SamplingParams) -> dict[tuple[int, ...], float]:
             logits = model(torch.tensor([[*PROMPT, *tokens] for tokens in open_ones])).logits
         going_on = {}
         for (prefix, chance), row in zip(open_ones.items(), logits[:, -1].double(), strict=True):
-            mask = torch.tensor(allowed("".join(LETTERS[i] for i in prefix)))
+            mask = torch.tensor(language.allowed("".join(language.letters[i] for i in prefix)))
             row = row.masked_fill(~mask, -torch.inf)
             if params.top_k:
                 row = row.masked_fill(row < row.topk(params.top_k).values[-1], -torch.inf)
@@ -57,26 +83,31 @@ def joint(path: Path, params: SamplingParams) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize(
-    ("proposer", "params"),
+    ("language", "proposer", "params"),
     [
-        ("draft_model", SamplingParams(max_tokens=LENGTH, verification="token")),
-        ("draft_model", SamplingParams(max_tokens=LENGTH, verification="block")),
-        ("draft_model", SamplingParams(max_tokens=LENGTH, verification="match", temperature=1.4)),
-        ("suffix", SamplingParams(max_tokens=LENGTH, top_k=2, temperature=2.0)),
+        (WORDS, "draft_model", SamplingParams(max_tokens=LENGTH, verification="token")),
+        (WORDS, "draft_model", SamplingParams(max_tokens=LENGTH, verification="block")),
+        (
+            WORDS,
+            "draft_model",
+            SamplingParams(max_tokens=LENGTH, verification="match", temperature=1.4),
+        ),
+        (WORDS, "suffix", SamplingParams(max_tokens=LENGTH, top_k=2, temperature=2.0)),
+        (THOUGHTS, "draft_model", SamplingParams(max_tokens=LENGTH, verification="token")),
     ],
-    ids=["token", "block", "match", "suffix"],
+    ids=["token", "block", "match", "suffix", "thoughts"],
 )
 def test_the_joint_is_that_of_the_masked_target(
-    proposer: str, params: SamplingParams, tiny_model: Callable[..., Path]
+    language: Language, proposer: str, params: SamplingParams, tiny_model: Callable[..., Path]
 ) -> None:
     target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
     draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
     config = sampling_config(target, draft, proposer)
-    engine = Engine(replace(config, token_table=stands_for(*LETTERS), eos_token_ids=(EOS,)))
-    truth = joint(target, params)
+    engine = Engine(replace(config, token_table=language.tokens, eos_token_ids=(EOS,)))
+    truth = joint(target, params, language)
     assert sum(truth.values()) == pytest.approx(1)
     assert 0.02 < max(truth.values()) < 0.6
-    params = replace(params, grammar=f"start: /{PATTERN}/")
+    params = replace(params, grammar=language.grammar)
     counts = sample(engine, PROMPT, params, max_k=3, n=NUM_SAMPLES)
     assert counts.keys() <= truth.keys()
     assert total_variation(truth, counts) < bound(len(truth), NUM_SAMPLES)

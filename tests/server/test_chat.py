@@ -262,7 +262,7 @@ def test_variables_reach_the_template(serve: Serve) -> None:
     [
         (None, {}),
         ("low", {"reasoning_effort": "low"}),
-        ("none", {"reasoning_effort": "none", "enable_thinking": False}),
+        ("none", {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
     ],
 )
 def test_effort_of_reasoning_reaches_the_template(
@@ -275,7 +275,7 @@ def test_effort_of_reasoning_reaches_the_template(
     # What is said to the template itself goes before.
     thinks = {"enable_thinking": True}
     chat = ChatCompletionRequest.model_validate(fields | {"chat_template_kwargs": thinks})
-    assert chat.template_variables == expected | thinks
+    assert chat.template_variables == expected | thinks | {"thinking": True}
 
 
 def test_tools_are_shown_to_the_template_as_they_came(serve: Serve) -> None:

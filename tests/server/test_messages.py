@@ -283,20 +283,21 @@ def test_template_learns_whether_to_think(
     render = type(template).render
 
     def noting(self: Any, messages: Any, **kw: Any) -> str:
-        seen.append(kw["variables"]["enable_thinking"])
+        variables = kw["variables"]
+        seen.append((variables["enable_thinking"], variables.get("thinking_budget")))
         return render(self, messages, **kw)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(template), "render", noting)
         answer = ask(served, thinking=thinking).json()
-    assert seen == [thinks]
+    assert seen == [(thinks, (thinking or {}).get("budget_tokens"))]
     assert [block["type"] for block in answer["content"]] == ["thinking"] * thinks + ["text"]
 
 
 def test_what_is_said_to_the_template_itself_goes_before() -> None:
     fields = {"max_tokens": 1, "messages": HI, "chat_template_kwargs": {"enable_thinking": True}}
     chat = MessagesRequest.model_validate(fields).as_chat()
-    assert chat.template_variables == {"enable_thinking": True}
+    assert chat.template_variables == {"enable_thinking": True, "thinking": True}
 
 
 @pytest.mark.parametrize(
