@@ -270,7 +270,7 @@ class Linear(Layer[Matrix]):
         return self.weight.multiply(x, self.bias, **fused)
 
     def of_normed(
-        self, x: Tensor, normed: Normed | None, norm: Norm, *, gated: bool = False
+        self, x: Tensor, normed: Normed | None, norm: Norm | None, *, gated: bool = False
     ) -> Tensor:
         """The layer of norm(x), which is there already if `normed` is not None."""
         if normed is None:

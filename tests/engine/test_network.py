@@ -19,16 +19,8 @@ from outrider.engine.models.loading import load_network
 
 HYBRIDS = {"qwen3_5_text", "qwen3_next"}  # only our decoder keeps their states
 OURS = {
-    "llama",
-    "mimo",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_5_text",
-    "qwen3_moe",
-    "qwen3_next",
-    "seed_oss",
-    "smollm3",
+    *("llama", "mimo", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5_text"),
+    *("qwen3_moe", "qwen3_next", "seed_oss", "smollm3"),
 }
 
 
@@ -120,9 +112,9 @@ def test_code_that_fails_is_a_reason_to_refuse(
         raise AttributeError("no such thing\nand more")
 
     monkeypatch.setattr(HuggingFaceModel, "_run", broken)
-    match = r"phi3.*transformers' code fails \(AttributeError: no such thing\)"
+    match = r"gemma2.*transformers' code fails \(AttributeError: no such thing\)"
     with pytest.raises(UnsupportedModelError, match=match):
-        load_network(ModelConfig(path=str(tiny_model("phi3"))), DEVICE)
+        load_network(ModelConfig(path=str(tiny_model("gemma2"))), DEVICE)
 
 
 def test_code_that_reads_a_packed_weight_finds_it(tiny_model: Callable[..., Path]) -> None:

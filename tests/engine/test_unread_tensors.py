@@ -30,21 +30,21 @@ def warnings(model: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize(
     ("architecture", "first"),
-    [("llama", "model.layers.1.input_layernorm.weight"), ("phi3", "model.layers.1.input_lay")],
+    [("llama", "model.layers.1.input_layernorm.weight"), ("gemma2", "model.layers.1.input_lay")],
 )
 def test_layers_that_the_config_leaves_out_are_named(
     architecture: str, first: str, own_copy: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = own_copy(architecture)
     assert warnings(model, caplog) == []
-    changes = {"layer_types": ["full_attention"]} if architecture == "phi3" else {}
+    changes = {"layer_types": ["full_attention"]} if architecture == "gemma2" else {}
     change_config(model, num_hidden_layers=1, **changes)
     (told,) = warnings(model, caplog)
     assert "of layers 1 to 1, and its config counts 1; they are not read: " in told
     assert first in told
 
 
-@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_a_tensor_without_a_place_is_named(
     architecture: str, own_copy: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -55,7 +55,7 @@ def test_a_tensor_without_a_place_is_named(
     assert told.endswith("they are not read: model.layers.0.new_part.weight")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_what_is_left_out_on_purpose_is_not_named(
     architecture: str, own_copy: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -46,6 +46,21 @@ TINY: dict[str, dict[str, object]] = {
     },
     "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},
     "phi3": {"num_key_value_heads": 2, "pad_token_id": 0},
+    "olmo2": {"num_key_value_heads": 2},
+    "olmo3": {
+        "num_key_value_heads": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 5e5,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    },
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
     "gpt2": {},
     "gpt_neox": {},

@@ -1,5 +1,6 @@
 """What all families have in common, and what one of them writes down: see `llama.py`."""
 
+import copy
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import fields
@@ -21,8 +22,8 @@ from ..decoder import Decoder
 
 # Declared fields that do not change the forward pass.
 _NEUTRAL = {
-    "attention_dropout", "bos_token_id", "eos_token_id", "initializer_range",
-    "output_router_logits", "pad_token_id", "pretraining_tp", "residual_dropout",
+    "attention_dropout", "bos_token_id", "embd_pdrop", "eos_token_id", "initializer_range",
+    "output_router_logits", "pad_token_id", "pretraining_tp", "resid_pdrop", "residual_dropout",
     "router_aux_loss_coef", "use_cache",
 }  # fmt: skip
 # Fields from which transformers computes inv_freq and its scaling, which we take from there.
@@ -74,12 +75,13 @@ class Family(ABC):
             return f"its config has {', '.join(unknown)}"
         if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - cls.layer_types):
             return f"it has layers of type {', '.join(unknown)}"
-        rope = config.rope_parameters or {}
-        if unknown := sorted(set(rope) - _ROPE - cls.rope_fields):
-            return f"its RoPE has {', '.join(unknown)}"
-        rope_type = rope.get("rope_type", "default")
-        if rope_type not in STATIC_ROPE:
-            return f"its RoPE is {rope_type}"
+        for rope in _ropes(config).values():
+            whole = {"partial_rotary_factor"} if rope.get("partial_rotary_factor") == 1 else set()
+            if unknown := sorted(set(rope) - _ROPE - cls.rope_fields - whole):
+                return f"its RoPE has {', '.join(unknown)}"
+            rope_type = rope.get("rope_type", "default")
+            if rope_type not in STATIC_ROPE:
+                return f"its RoPE is {rope_type}"
         if config.hidden_act != "silu":
             return f"its activation is {config.hidden_act}"
         return None
@@ -121,16 +123,32 @@ class Family(ABC):
         return self.tensors.norm(name, size or config.hidden_size, config.rms_norm_eps)
 
     @functools.cached_property
+    def ropes(self) -> dict[str, Rope]:
+        """By type of layer, or one for all by the name "": layers share its cosines and sines."""
+        found = {}
+        for layer_type, parameters in _ropes(self._given).items():
+            config = copy.copy(self._given)
+            config.rope_parameters = parameters
+            rotary = self.rotary(config)
+            inv_freq = rotary.inv_freq.float().to(self.tensors.device)
+            found[layer_type] = Rope(inv_freq, rotary.attention_scaling)
+        return found
+
+    @property
     def rope(self) -> Rope:
-        """One for all layers, which then share its cosines and sines."""
-        rotary = self.rotary(self._given)
-        inv_freq = rotary.inv_freq.float().to(self.tensors.device)
-        return Rope(inv_freq, rotary.attention_scaling)
+        """That of all layers."""
+        return self.ropes[""]
 
     @functools.cached_property
     def no_rope(self) -> Rope:
         """It rotates by 0 at every position."""
         return Rope(torch.zeros_like(self.rope.inv_freq), 1.0)
+
+
+def _ropes(config: Any) -> dict[str, dict[str, Any]]:
+    """The parameters of RoPE by type of layer, or by "" if all layers have the same."""
+    rope = config.rope_parameters or {}
+    return rope if any(isinstance(value, dict) for value in rope.values()) else {"": rope}
 
 
 def window_of(config: Any, layer: int) -> int | None:

@@ -6,6 +6,8 @@
 The weights are a softmax over the logits of the row's experts, the largest of its router.
 """
 
+from typing import Any
+
 from outrider.kernels.model.expert_matrix import Glu
 from outrider.kernels.model.rms_norm import Norm
 
@@ -28,7 +30,7 @@ class GptOss(Windowed):
         "num_experts_per_tok", "num_local_experts", "swiglu_alpha", "swiglu_limit"
     }  # fmt: skip
 
-    def mlp(self, name: str, norm: Norm, layer: int) -> Part:
+    def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
         config, experts = self.config, f"{name}.experts"
         tensors, blocks = self.tensors, f"{experts}.gate_up_proj_blocks"
         if not isinstance(tensors, Checkpoint) or blocks not in tensors:

@@ -33,13 +33,14 @@ class Llama(Family):
             self.mlp(f"{name}.mlp", self.norm(f"{name}.post_attention_layernorm"), layer),
         )
 
-    def mixer(self, name: str, norm: Norm, layer: int, **options: Any) -> Attention:
+    def mixer(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Attention:
         """`options` as in Attention.read."""
         config = self.config
         return Attention.read(
             self.tensors,
             name,
             norm=norm,
+            eps=config.rms_norm_eps,
             rope=self.rope_of(layer),
             width=config.hidden_size,
             num_heads=config.num_attention_heads,
@@ -48,9 +49,10 @@ class Llama(Family):
             **{"window": window_of(config, layer)} | options,
         )
 
-    def mlp(self, name: str, norm: Norm, layer: int) -> Part:
+    def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
+        """`options` as in GatedMLP.read."""
         width, inner = self.config.hidden_size, self.config.intermediate_size
-        return GatedMLP.read(self.tensors, name, norm=norm, width=width, inner=inner)
+        return GatedMLP.read(self.tensors, name, norm=norm, width=width, inner=inner, **options)
 
     def rope_of(self, layer: int) -> Rope:
         return self.rope

@@ -8,6 +8,7 @@ or, without `norm_topk_prob`, their shares of a softmax over all.
 """
 
 from functools import partial
+from typing import Any
 
 from outrider.kernels.model.expert_matrix import SILU
 from outrider.kernels.model.rms_norm import Norm
@@ -27,14 +28,14 @@ class Qwen3Moe(Windowed):
         "num_experts", "num_experts_per_tok",
     }  # fmt: skip
 
-    def mlp(self, name: str, norm: Norm, layer: int) -> Part:
+    def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
         config, inner = self.config, self.config.moe_intermediate_size
         width, num_experts, top_k = (
             config.hidden_size, config.num_experts, config.num_experts_per_tok
         )  # fmt: skip
         is_sparse = (layer + 1) % config.decoder_sparse_step == 0
         if layer in config.mlp_only_layers or num_experts == 0 or not is_sparse:
-            return super().mlp(name, norm, layer)
+            return super().mlp(name, norm, layer, **options)
         read = partial(
             read_experts, self.tensors, f"{name}.experts", num_experts=num_experts, top_k=top_k
         )

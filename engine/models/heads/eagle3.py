@@ -67,7 +67,9 @@ class Eagle3Head(AutoregressiveHead):
     def __call__(self, f: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:
         both = f.new_empty(len(f), 2 * self.hidden_size)
         e, a = both.chunk(2, -1)
-        rms_norm(self.embedding, self.blocks[0].mixer.norm, next_ids, out=e)
+        norm = self.blocks[0].mixer.norm
+        assert norm is not None
+        rms_norm(self.embedding, norm, next_ids, out=e)
         rms_norm(f, self.hidden_norm, out=a)
         x = a.contiguous() if self.norm_before_residual else f
         self.through_blocks(x, both, batch)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.row_codes import Normed
 
 from ..attention import ForwardBatch, PagedAttention, Rope
@@ -32,18 +32,20 @@ class Attention(Part):
     output: Linear
     attention: PagedAttention
     rope: Rope
-    head_norms: tuple[Norm, Norm] | None = None  # of query and key heads
+    head_norms: tuple[Norm, Norm] | None = None  # of each query and key head
+    wide_norms: tuple[Norm, Norm] | None = None  # of all query and all key heads together
     gated: bool = False
 
     def __post_init__(self) -> None:
-        self.norm = self.qkv.weight.before(self.norm)
+        self.norm = self.norm and self.qkv.weight.before(self.norm)
 
     @staticmethod
     def read(
         tensors: AnyCheckpoint,
         name: str,
         *,
-        norm: Norm,
+        norm: Norm | None,
+        eps: float,
         rope: Rope,
         width: int,
         num_heads: int,
@@ -54,17 +56,29 @@ class Attention(Part):
         input_width: int | None = None,
         gated: bool = False,
         norms_add_one: bool = False,
+        fused: bool = False,
+        wide: bool = False,
+        post_norm: Norm | None = None,
     ) -> "Attention":
-        """With those head norms, biases, sinks and scales of KV that the checkpoint has.
+        """With those norms of heads, biases, sinks and scales of KV that the checkpoint has.
 
-        It reads `input_width` numbers, if these are not the residual stream's `width`. Norms of
-        heads add one as in `AnyCheckpoint.norm`. Raises KeyError naming a tensor that is missing,
-        ValueError naming a wrong shape.
+        It reads `input_width` numbers, if these are not the residual stream's `width`. `fused`: the
+        checkpoint has q, k and v as one layer; `wide`: a norm spans all heads. `eps` is that of
+        norms of heads, which add one as in `AnyCheckpoint.norm`. Raises KeyError naming a tensor
+        that is missing, ValueError naming a wrong shape.
         """
         has_norms, has_sinks = f"{name}.q_norm.weight" in tensors, f"{name}.sinks" in tensors
-        num_kv = num_kv_heads * head_dim
-        num_q = num_heads * head_dim
+        num_q, num_kv = num_heads * head_dim, num_kv_heads * head_dim
         sizes = {"q_proj": 2 * num_q if gated else num_q, "k_proj": num_kv, "v_proj": num_kv}
+        if fused:
+            sizes = {"qkv_proj": num_q + 2 * num_kv}
+        norms = None
+        if has_norms:
+            q_size, k_size = (num_q, num_kv) if wide else (head_dim, head_dim)
+            norms = (
+                tensors.norm(f"{name}.q_norm", q_size, eps, adds_one=norms_add_one),
+                tensors.norm(f"{name}.k_norm", k_size, eps, adds_one=norms_add_one),
+            )
         return Attention(
             norm=norm,
             qkv=tensors.linear(
@@ -88,12 +102,9 @@ class Attention(Part):
                 causal=causal,
             ),
             rope=rope,
-            head_norms=(
-                tensors.norm(f"{name}.q_norm", head_dim, norm.eps, adds_one=norms_add_one),
-                tensors.norm(f"{name}.k_norm", head_dim, norm.eps, adds_one=norms_add_one),
-            )
-            if has_norms
-            else None,
+            head_norms=None if wide else norms,
+            wide_norms=norms if wide else None,
+            post_norm=post_norm,
             gated=gated,
         )
 
@@ -113,11 +124,16 @@ class Attention(Part):
         attend, gate = self.attention, None
         if self.gated:
             qkv, gate = self._without_gates(qkv)
+        if self.wide_norms is not None:
+            num_q, num_kv = (n * attend.head_dim for n in (attend.num_heads, attend.num_kv_heads))
+            query, key, _ = qkv.split([num_q, num_kv, num_kv], 1)
+            for part, norm in zip((query, key), self.wide_norms, strict=True):
+                rms_norm(part, norm, out=part)
         query = attend.store(qkv, attend.num_heads, self.rope, self.head_norms, batch)
         attended = attend(query, batch).flatten(1)
         if gate is not None:
             attended = attended * gate.sigmoid()
-        return self.output.add_to(x, attended, norm=next_norm)
+        return self.add(x, self.output, attended, next_norm)
 
     def _without_gates(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Query, key and value heads, and the gates by themselves."""
@@ -127,7 +143,9 @@ class Attention(Part):
         return torch.cat((query.flatten(1), kv), 1), gate.flatten(1)
 
     def compiled(self) -> Compiled | None:
-        layer = self.attention
+        layer, norm = self.attention, self.norm
+        if norm is None or self.post_norm or self.wide_norms:
+            return None
         if layer.softcap is not None or layer.sinks is not None or self.gated:
             return None
         if layer.head_dim != layer.value_dim or layer.head_dim % _COMPILED_DIM:
@@ -139,12 +157,12 @@ class Attention(Part):
                 "heads": layer.num_heads,
                 "kv_heads": layer.num_kv_heads,
                 "head_dim": layer.head_dim,
-                "eps": self.norm.eps,
+                "eps": norm.eps,
                 "head_eps": q_norm.eps if q_norm else 0.0,
                 "scale": layer.scale,
             },
             layer={
-                "norm": self.norm.weight,
+                "norm": norm.weight,
                 "q_norm": q_norm and q_norm.weight,
                 "k_norm": k_norm and k_norm.weight,
                 "qkv": self.qkv,

@@ -1,6 +1,6 @@
 """What a block is made of: parts that add their output to the residual stream x, in place.
 
-    x += part(norm(x))
+    x += part(norm(x)),     or x += post_norm(part(norm(x)));     some have no norm in front
 
 If the part before has already applied this norm, the result is passed as `normed`. In the same way
 a part applies the norm of the next part if that is cheap, and returns the result; otherwise it
@@ -12,12 +12,12 @@ model and asks them, and knows no kinds.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.row_codes import Normed
 
 from ..attention import ForwardBatch, PagedAttention, Rope
@@ -37,7 +37,8 @@ class Compiled(NamedTuple):
 class Part(ABC):
     """A part of a block; those of its fields that are a `Layer` are its linear layers."""
 
-    norm: Norm
+    norm: Norm | None
+    post_norm: Norm | None = field(default=None, kw_only=True)  # of its output
 
     @abstractmethod
     def __call__(
@@ -58,8 +59,15 @@ class Part(ABC):
     @property
     def linears(self) -> dict[str, Layer[Weight]]:
         """By their names here, each with the axis along which ranks would share it."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Layer)}
+
+    def add(self, x: Tensor, layer: Linear, y: Tensor, next_norm: Norm | None) -> Normed | None:
+        """Add what its last layer makes of y to x; returns next_norm(x) or None."""
+        if self.post_norm is None:
+            return layer.add_to(x, y, norm=next_norm)
+        x += rms_norm(layer(y), self.post_norm)
+        return None
 
     def changed(self, change: Change) -> Self:
         """The same part with its linear layers replaced, one by one in their order."""

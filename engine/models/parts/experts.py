@@ -176,7 +176,7 @@ class ExpertMLP(Part):
         self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Normed | None:
         if normed is None:
-            normed = rms_norm(x, self.norm)
+            normed = x if self.norm is None else rms_norm(x, self.norm)
         assert isinstance(normed, Tensor)
         routing = self.choice or self._route(self.router(normed))
         gate_up, down = self.gate_up, self.down

@@ -22,28 +22,41 @@ class GatedMLP(Part):
     down: Linear
 
     def __post_init__(self) -> None:
-        self.norm = self.gate_up.weight.before(self.norm)
+        self.norm = self.norm and self.gate_up.weight.before(self.norm)
 
     @staticmethod
     def read(
-        tensors: AnyCheckpoint, name: str, *, norm: Norm, width: int, inner: int
+        tensors: AnyCheckpoint,
+        name: str,
+        *,
+        norm: Norm | None,
+        width: int,
+        inner: int,
+        fused: bool = False,
+        post_norm: Norm | None = None,
     ) -> "GatedMLP":
-        """Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape."""
-        sizes = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
+        """`fused`: gate and up are one layer in the checkpoint.
+
+        Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape.
+        """
+        sizes = {"gate_up_proj": 2 * inner} if fused else {"gate_proj": inner, "up_proj": inner}
         return GatedMLP(
             norm=norm,
-            gate_up=tensors.linear(width, sizes, axis="outputs"),
+            gate_up=tensors.linear(
+                width, {f"{name}.{part}": size for part, size in sizes.items()}, axis="outputs"
+            ),
             down=tensors.linear(inner, {f"{name}.down_proj": width}, axis="inputs"),
+            post_norm=post_norm,
         )
 
     def __call__(
         self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Normed | None:
         gated = self.gate_up.of_normed(x, normed, self.norm, gated=True)
-        return self.down.add_to(x, gated, norm=next_norm)
+        return self.add(x, self.down, gated, next_norm)
 
     def compiled(self) -> Compiled | None:
-        if self.gate_up.weight.shape[0] % (2 * TILE):
+        if self.norm is None or self.post_norm or self.gate_up.weight.shape[0] % (2 * TILE):
             return None
         return Compiled(
             shape={"intermediate": self.down.weight.shape[1]},
