@@ -21,7 +21,7 @@ REFUSED_MODEL_TYPES = {
     "diffllama": "it calls attention twice a layer",
     "stablelm": "it drops attention arguments",
 }
-# These have a sliding window in their mask alone, if it is on.
+# transformers has their sliding window, if it is on, in the mask alone.
 WINDOW_IN_MASK = {"moshi", "phimoe", "qwen2_moe"}
 
 
@@ -56,11 +56,6 @@ def check_config(hf_config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(reason)
     text_config = hf_config.get_text_config()
     layer_types = set(getattr(text_config, "layer_types", None) or ())
-    has_window = getattr(text_config, "sliding_window", None) is not None
-    if layer_types:
-        has_window = "sliding_attention" in layer_types
-    if hf_config.model_type in WINDOW_IN_MASK and has_window:
-        raise UnsupportedModelError("its sliding window lives in the mask")
     if unknown := layer_types - LAYER_TYPES - STATEFUL_LAYER_TYPES:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
     rope_types = _rope_types(text_config)
@@ -72,6 +67,20 @@ def keeps_state(hf_config: PreTrainedConfig) -> bool:
     """Whether some layers look at other tokens through a state."""
     layer_types = getattr(hf_config.get_text_config(), "layer_types", None) or ()
     return not STATEFUL_LAYER_TYPES.isdisjoint(layer_types)
+
+
+def check_masks(hf_config: PreTrainedConfig) -> None:
+    """Refuse a model that transformers' code would compute wrongly without a mask.
+
+    Raises UnsupportedModelError.
+    """
+    text_config = hf_config.get_text_config()
+    layer_types = getattr(text_config, "layer_types", None)
+    has_window = getattr(text_config, "sliding_window", None) is not None
+    if layer_types:
+        has_window = "sliding_attention" in layer_types
+    if hf_config.model_type in WINDOW_IN_MASK and has_window:
+        raise UnsupportedModelError("its sliding window lives in the mask")
 
 
 def max_positions(hf_config: PreTrainedConfig) -> int:

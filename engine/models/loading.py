@@ -16,6 +16,7 @@ from ..config import ModelConfig
 from .admission import (
     UnsupportedModelError,
     check_config,
+    check_masks,
     checked_starts,
     keeps_state,
     max_positions,
@@ -223,6 +224,7 @@ class _Loader:
 
     def whole_model(self) -> Network:
         """The model as transformers has it."""
+        check_masks(self.hf_config)
         try:
             network = HuggingFaceModel(
                 self.config,

@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 import torch
 from torch import Tensor
 
+from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.cpu.layers import compiled, product, unpacked
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, PackedTiles, pack
 from outrider.kernels.model.batch_invariant_linear import (
@@ -22,6 +23,7 @@ from outrider.kernels.model.batch_invariant_linear import (
 from outrider.kernels.model.linear import add_linear, linear
 from outrider.kernels.model.narrow_matrix import RowFormat
 from outrider.kernels.model.packed_linear import PackedWeight, pack_weight, packed_linear
+from outrider.kernels.model.product import product as own_product
 from outrider.kernels.model.rms_norm import Norm, rms_norm, rms_norm_reference
 from outrider.kernels.model.row_codes import Normed, RowCodes, rounded_rows
 from outrider.kernels.model.silu_mul import silu_mul, silu_mul_reference
@@ -165,6 +167,35 @@ class Dense(Matrix):
                 return tiles
         matrix = pack_weight(self.matrix)
         return self if matrix is None else Packed(matrix, self.shape)
+
+
+class Unrounded(Unfused):
+    """A plain matrix whose products are float32, as some routers take them."""
+
+    def __init__(self, matrix: Tensor, wide: Matrix | None = None) -> None:
+        """`wide`: the same in float32, where our kernels do not multiply by 16 bits."""
+        self._matrix = matrix
+        self._is_own = uses_triton(matrix) and matrix.element_size() == 2
+        self._wide = None if self._is_own else wide or Dense(matrix.float())
+        self.shape, self.num_bytes = (matrix.shape[0], matrix.shape[1]), matrix.nbytes
+        self.batch_invariant = self._is_own if self._wide is None else self._wide.batch_invariant
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self._wide is not None:
+            return self._wide.multiply(x.float(), bias)
+        out = torch.empty(len(x), len(self._matrix), dtype=torch.float32, device=x.device)
+        return own_product(x, self._matrix, bias, out=out)
+
+    def dequantised(self) -> Tensor:
+        return self._matrix
+
+    def as_batch_invariant(self, bias: Tensor | None) -> "Unrounded":
+        library_rows(self._matrix, bias)  # raises if not even our own products sum alike
+        return self
+
+    def packed(self, *, rounds: bool) -> Matrix:
+        wide = self._wide and self._wide.packed(rounds=False)
+        return Unrounded(self._matrix, wide)
 
 
 class Packed(Unfused):

@@ -1,6 +1,10 @@
 """Routes rows to experts: each row's best experts and their weights, then the rows by expert.
 
-    weights = softmax of the k largest logits, or their shares of a softmax over all logits
+    softmax: the k largest logits;  weights = scale * softmax of these, or shares of one over all
+    sigmoid: the k largest s + bias, s = sigmoid(logits), of the best groups of experts;
+             weights = scale * s / sum of the chosen s, or scale * s
+
+A group is as good as the sum of its two largest s + bias.
 
 A pair is a row and one of its experts: pair = row * k + choice. Pairs of the same expert are put
 into tiles of a fixed size, in the order of their rows, so that a product reads an expert's weights
@@ -10,6 +14,7 @@ once for a whole tile. How many tiles there are is known on the device only; the
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._dispatch import uses_triton
@@ -20,6 +25,8 @@ _TILES = (16, 32, 64, 128)  # rows of a tile
 _AT_ONCE = 8192  # logits that one program holds
 _FLOOR = -3.0e38  # stands for logits of -inf and NaN, so that choices stay distinct
 _LEAST = tl.constexpr(_FLOOR)
+_TINY = tl.constexpr(1e-20)  # is added to a sum of sigmoids, as transformers does
+_ONE = tl.constexpr(2.0**40)  # in sums of shares, which are integers: so they have one value
 
 
 class Tiles(NamedTuple):
@@ -27,6 +34,18 @@ class Tiles(NamedTuple):
 
     experts: Tensor  # [tiles] int32
     pairs: Tensor  # [tiles, size] int32; T * k where a tile has no more
+
+
+class Router(NamedTuple):
+    """How a row chooses experts by its logits."""
+
+    top_k: int
+    over_all: bool = False  # whether weights are shares among all experts, not the chosen
+    scale: float = 1.0  # of all weights
+    sigmoid: bool = False  # else softmax, without bias and groups
+    bias: Tensor | None = None  # [E] float32; for the choice alone
+    num_groups: int = 1  # of neighbours, alike in size
+    top_groups: int = 1  # from which a row chooses
 
 
 class Routing(NamedTuple):
@@ -37,16 +56,17 @@ class Routing(NamedTuple):
     tiles: Tiles
 
 
-def route(logits: Tensor, top_k: int, *, over_all: bool = False) -> Routing:
-    """Choose each row's `top_k` largest logits; the first of equal ones.
+def route(logits: Tensor, router: Router) -> Routing:
+    """Choose each row's experts; the first of equal ones.
 
-    Weights are a softmax over these, or with `over_all` over all logits. A row's choice does not
-    depend on the other rows. Shape: [T, E], rows dense.
+    A row's choice and the bits of its weights do not depend on the other rows. Shape: [T, E], rows
+    dense.
     """
     num_rows, num_experts = logits.shape
-    assert 0 < top_k <= num_experts
+    top_k = router.top_k
+    _check(router, num_experts)
     if not uses_triton(logits):
-        return routing_of(*choose_reference(logits, top_k, over_all=over_all), num_experts)
+        return routing_of(*choose_reference(logits, router), num_experts)
     ids = torch.empty(num_rows, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits.device)
     padded = triton.next_power_of_2(num_experts)
@@ -61,12 +81,17 @@ def route(logits: Tensor, top_k: int, *, over_all: bool = False) -> Routing:
         tiles.experts if tiles else None,
         tiles.pairs if tiles else None,
         logits,
+        router.bias,
+        router.scale,
         num_rows,
         logits.stride(0),
         len(tiles.experts) if tiles else 0,
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
-        OVER_ALL=over_all,
+        SIGMOID=router.sigmoid,
+        OVER_ALL=router.over_all,
+        GROUPS=router.num_groups,
+        TOP_GROUPS=router.top_groups,
         EXPERTS=padded,
         ROWS=block,
         SIZE=tiles.pairs.shape[1] if tiles else 1,
@@ -76,15 +101,55 @@ def route(logits: Tensor, top_k: int, *, over_all: bool = False) -> Routing:
     return Routing(ids, weights, tiles) if tiles else routing_of(ids, weights, num_experts)
 
 
-def choose_reference(
-    logits: Tensor, top_k: int, *, over_all: bool = False
-) -> tuple[Tensor, Tensor]:
+def _check(router: Router, num_experts: int) -> None:
+    assert router.sigmoid or (router.bias is None and router.num_groups == 1)
+    assert router.bias is None or router.bias.dtype == torch.float32
+    assert num_experts % router.num_groups == 0
+    assert router.num_groups == 1 or num_experts // router.num_groups >= 2
+    assert 0 < router.top_groups <= router.num_groups
+    assert 0 < router.top_k <= num_experts // router.num_groups * router.top_groups
+
+
+def choose_reference(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """Ids and weights of each row's experts. Shape: [T, E] -> [T, k] int32, [T, k] float32."""
-    sane = logits.float().nan_to_num(_FLOOR, posinf=torch.inf, neginf=_FLOOR)
-    order = sane.argsort(dim=1, descending=True, stable=True)[:, :top_k]
-    if over_all:
-        return order.int(), sane.softmax(1).gather(1, order)
-    return order.int(), sane.gather(1, order).softmax(1)
+    scores = scores_reference(logits, router)
+    order = scores.argsort(dim=1, descending=True, stable=True)[:, : router.top_k]
+    sane = _sane(logits)
+    if router.sigmoid:
+        weights = _sigmoid(sane).gather(1, order)
+        if not router.over_all:
+            weights /= weights.sum(1, keepdim=True) + _TINY.value
+    elif router.over_all:
+        weights = sane.softmax(1).gather(1, order)
+    else:
+        weights = sane.gather(1, order).softmax(1)
+    return order.int(), weights * router.scale
+
+
+def scores_reference(logits: Tensor, router: Router) -> Tensor:
+    """What experts are chosen by, -inf outside the best groups. Shape: [T, E] -> [T, E]."""
+    sane = _sane(logits)
+    if not router.sigmoid:
+        return sane
+    scores = _sigmoid(sane)
+    if router.bias is not None:
+        scores = scores + router.bias
+    if router.top_groups == router.num_groups:
+        return scores
+    groups = scores.view(len(scores), router.num_groups, -1)
+    best = groups.topk(2, 2).values.sum(2)
+    chosen = best.argsort(dim=1, descending=True, stable=True)[:, : router.top_groups]
+    left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+    return groups.masked_fill(left_out[..., None], -torch.inf).view_as(scores)
+
+
+def _sane(logits: Tensor) -> Tensor:
+    return logits.float().nan_to_num(_FLOOR, posinf=torch.inf, neginf=_FLOOR)
+
+
+def _sigmoid(logits: Tensor) -> Tensor:
+    # Row by row, so that torch rounds one alike wherever it lies.
+    return F.pad(logits, (0, 1))[:, :-1].sigmoid()
 
 
 def routing_of(ids: Tensor, weights: Tensor, num_experts: int) -> Routing:
@@ -130,12 +195,17 @@ def _route_kernel(
     experts_ptr,  # [num_tiles], or None
     pairs_ptr,  # [num_tiles, SIZE], or None
     logits_ptr,  # [num_rows, NUM_EXPERTS]
+    bias_ptr,  # [NUM_EXPERTS], or None
+    weight_scale,
     num_rows,
     logits_stride,
     num_tiles,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
     OVER_ALL: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -151,24 +221,37 @@ def _route_kernel(
     at = logits_ptr + row.to(tl.int64)[:, None] * logits_stride + e[None, :]
     logits = tl.load(at, mask=given, other=0.0).to(tl.float32)
     logits = tl.where(logits > _LEAST, logits, _LEAST)  # also what is not a number
-    logits = tl.where((e < NUM_EXPERTS)[None, :], logits, float("-inf"))
+    is_expert = (e < NUM_EXPERTS)[None, :]
+    logits = tl.where(is_expert, logits, float("-inf"))
+    best = tl.max(logits, 1)
+    if SIGMOID:
+        share = 1.0 / (1.0 + tl.exp(-logits))
+        left = share
+        if bias_ptr is not None:
+            left += tl.load(bias_ptr + e, mask=e < NUM_EXPERTS, other=0.0)[None, :]
+        left = tl.where(is_expert, left, float("-inf"))
+        if TOP_GROUPS < GROUPS:
+            left = _of_best_groups(left, NUM_EXPERTS // GROUPS, GROUPS, TOP_GROUPS, EXPERTS)
+    else:
+        share = tl.exp(logits - best[:, None])
+        left = logits
 
-    best, left = tl.max(logits, 1), logits
     choice = tl.full([ROWS, EXPERTS], -1, tl.int32)
     total = tl.zeros([ROWS], tl.float32)
     for c in tl.static_range(TOP_K):
-        top = tl.max(left, 1)
-        chosen = tl.min(tl.where(left == top[:, None], e[None, :], EXPERTS), 1)
-        is_now = e[None, :] == chosen[:, None]
+        is_now = _is_first_largest(left, EXPERTS)
         choice = tl.where(is_now, c, choice)
         left = tl.where(is_now, float("-inf"), left)
-        total += tl.exp(top - best)
-    if OVER_ALL:
-        total = tl.sum(tl.exp(logits - best[:, None]), 1)
+        total += tl.sum(tl.where(is_now, share, 0.0), 1)
+    if SIGMOID:
+        total = tl.full([ROWS], 1.0, tl.float32) if OVER_ALL else total + _TINY
+    elif OVER_ALL:
+        total = tl.sum((share * _ONE).to(tl.int64), 1).to(tl.float32) / _ONE
+        total = tl.where(best < float("inf"), total, float("nan"))
     is_chosen = (choice >= 0) & is_row[:, None]
     pair = row[:, None] * TOP_K + choice
     tl.store(ids_ptr + pair, tl.zeros_like(choice) + e[None, :], mask=is_chosen)
-    tl.store(weights_ptr + pair, tl.exp(logits - best[:, None]) / total[:, None], mask=is_chosen)
+    tl.store(weights_ptr + pair, weight_scale * (share / total[:, None]), mask=is_chosen)
 
     if experts_ptr is not None:
         ones = is_chosen.to(tl.int32)
@@ -193,3 +276,34 @@ def _route_kernel(
             tl.store(experts_ptr + behind, NUM_EXPERTS + 0 * e, mask=behind < num_tiles)
             places = behind[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
             tl.store(pairs_ptr + places, nothing, mask=(behind < num_tiles)[:, None])
+
+
+@triton.jit
+def _is_first_largest(values, WIDTH: tl.constexpr):
+    """Where each row has its largest number, or the first of them. Shape: [rows, WIDTH]."""
+    i = tl.arange(0, WIDTH)[None, :]
+    first = tl.min(tl.where(values == tl.max(values, 1)[:, None], i, WIDTH), 1)
+    return i == first[:, None]
+
+
+@triton.jit
+def _of_best_groups(
+    scores, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Scores of the best groups, -inf for others. Shape: [rows, EXPERTS]."""
+    group = tl.arange(0, EXPERTS)[None, :] // SIZE
+    # Of each group, at the place of each of its experts.
+    sums = tl.full(scores.shape, float("-inf"), tl.float32)
+    for g in tl.static_range(GROUPS):
+        inside = tl.where(group == g, scores, float("-inf"))
+        rest = tl.where(_is_first_largest(inside, EXPERTS), float("-inf"), inside)
+        both = tl.max(inside, 1) + tl.max(rest, 1)
+        sums = tl.where(group == g, both[:, None], sums)
+    kept = tl.full(scores.shape, float("-inf"), tl.float32)
+    for _ in tl.static_range(TOP_GROUPS):
+        is_first = _is_first_largest(sums, EXPERTS)
+        best = tl.sum(tl.where(is_first, group, 0), 1)[:, None]
+        kept = tl.where(group == best, scores, kept)
+        sums = tl.where(group == best, float("-inf"), sums)
+    return kept

@@ -19,7 +19,7 @@ from outrider.kernels.model.experts import (
 )
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
-from outrider.kernels.model.routing import Routing, choose_reference, route, tiles_of
+from outrider.kernels.model.routing import Router, Routing, choose_reference, route, tiles_of
 from outrider.kernels.model.row_codes import Normed
 
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
@@ -120,18 +120,58 @@ def test_rows_get_their_best_experts(
     logits[0] = 1.0  # all alike
     logits[-1, 1:3] = torch.nan
     logits[-1, 3:] = -torch.inf
-    got = route(logits, top_k, over_all=over_all)
-    ids, weights = choose_reference(logits, top_k, over_all=over_all)
+    router = Router(top_k, over_all)
+    got = route(logits, router)
+    ids, weights = choose_reference(logits, router)
     assert torch.equal(got.ids, ids)
     torch.testing.assert_close(got.weights, weights)
     assert torch.equal(got.ids[0], torch.arange(top_k, device=DEVICE, dtype=torch.int32))
+
+
+SIGMOIDS = {
+    "renormalised": Router(3, sigmoid=True, scale=2.5),
+    "as they are": Router(3, over_all=True, sigmoid=True),
+    "a bias": Router(3, sigmoid=True, bias=torch.linspace(-1, 1, 24)),
+    "groups": Router(
+        3, sigmoid=True, bias=torch.linspace(0.1, -0.1, 24), num_groups=4, top_groups=2, scale=1.5
+    ),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_rows", [1, 9, 400])
+@pytest.mark.parametrize("kind", sorted(SIGMOIDS))
+def test_rows_choose_by_sigmoids(num_rows: int, kind: str) -> None:
+    router = SIGMOIDS[kind]
+    if router.bias is not None:
+        router = router._replace(bias=router.bias.to(DEVICE))
+    logits = randn(num_rows, 24)
+    logits[0] = 1.0
+    logits[-1, 20:] = torch.nan
+    got = route(logits, router)
+    ids, weights = choose_reference(logits, router)
+    assert torch.equal(got.ids, ids)
+    torch.testing.assert_close(got.weights, weights)
+
+
+def test_groups_and_bias_decide_the_choice_alone() -> None:
+    logits = torch.tensor([[2.0, -9, 1, 1, 0, 3]], device=DEVICE)
+    bias = torch.tensor([0, 0, 0, 0.1, 0, 0], device=DEVICE)
+    router = Router(2, sigmoid=True, bias=bias, num_groups=3, top_groups=1, scale=2.0)
+    routing = route(logits, router)
+    # The middle group has the best pair, and the bias puts the second of it first.
+    assert routing.ids.tolist() == [[3, 2]]
+    torch.testing.assert_close(routing.weights, torch.tensor([[1.0, 1.0]], device=DEVICE))
 
 
 def test_infinite_logits_give_no_weights() -> None:
     logits = torch.tensor([[0, torch.inf, 1], [torch.inf, 0, torch.inf], [0, 1, 2]], device=DEVICE)
     expected = logits.topk(2).values.softmax(1)
     assert expected.isnan().all(1).tolist() == [True, True, False]
-    torch.testing.assert_close(route(logits, 2).weights, expected, equal_nan=True)
+    torch.testing.assert_close(route(logits, Router(2)).weights, expected, equal_nan=True)
+    expected = logits.softmax(1).gather(1, choose_reference(logits, Router(2))[0].long())
+    shares = route(logits, Router(2, over_all=True)).weights
+    torch.testing.assert_close(shares, expected, equal_nan=True)
 
 
 @needs_kernels
@@ -141,7 +181,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(
 ) -> None:
     logits = randn(num_rows, 8)
     logits[:, 3] += 2  # of which some expert has several tiles
-    got = route(logits, 2)
+    got = route(logits, Router(2))
     expected = tiles_of(got.ids, 8)
     assert torch.equal(got.tiles.experts, expected.experts)
     assert torch.equal(got.tiles.pairs, expected.pairs)
@@ -153,7 +193,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(
         assert (expert < 8) == bool(len(inside))
     # More rows than one program holds are listed by torch.
     monkeypatch.setattr(routing_module, "_AT_ONCE", 8)
-    many = route(logits, 2)
+    many = route(logits, Router(2))
     assert all(map(torch.equal, (*got[:2], *got.tiles), (*many[:2], *many.tiles)))
 
 
@@ -166,7 +206,7 @@ def test_kernel_equals_the_formulas(num_rows: int, with_norm: bool, is_plain: bo
     x = randn(num_rows, 131)[:, :128]  # rows need not follow each other
     residual = randn(num_rows, 128)
     norm = Norm(randn(128), 1e-5) if with_norm else None
-    routing = route(randn(num_rows, 5), 2)
+    routing = route(randn(num_rows, 5), Router(2))
     expected = residual.double() + by_row(x, routing, experts)
     plain = residual.clone()
     add_reference(plain, x, routing, experts)
@@ -191,7 +231,7 @@ def test_bfloat16_equals_the_formulas_but_for_rounding(
     plain, narrow = make_plain(3, width, width, torch.bfloat16), make(3, width, width)
     experts = plain if is_plain else of_bfloat16(narrow)
     x = randn(num_rows, width).bfloat16()
-    routing = route(randn(num_rows, 3), 2)
+    routing = route(randn(num_rows, 3), Router(2))
     residual = torch.zeros_like(x)
     add(residual, x, routing, experts)
     expected = by_row(x, routing, experts)
@@ -202,7 +242,7 @@ def test_bfloat16_equals_the_formulas_but_for_rounding(
 @pytest.mark.parametrize("width", [24, 64, 200])
 def test_plain_matrices_of_any_width(width: int) -> None:
     experts, x = make_plain(4, width, width // 2 + 3), randn(9, width)
-    routing = route(randn(9, 4), 2, over_all=True)
+    routing = route(randn(9, 4), Router(2, over_all=True))
     residual = torch.zeros_like(x)
     add(residual, x, routing, experts)
     torch.testing.assert_close(residual.double(), by_row(x, routing, experts), rtol=1e-4, atol=1e-4)
@@ -214,7 +254,7 @@ def test_plain_matrices_of_any_width(width: int) -> None:
 def test_tiles_of_every_size(size: int, is_plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing_module, "_TILES", (size,))
     experts, x = (make_plain if is_plain else make)(3, 64, 64), randn(50, 64)
-    routing = route(randn(50, 3), 2)
+    routing = route(randn(50, 3), Router(2))
     assert routing.tiles.pairs.shape[1] == size
     residual = torch.zeros_like(x)
     add(residual, x, routing, experts)
@@ -229,7 +269,7 @@ def test_scales_of_every_exponent() -> None:
     assert isinstance(matrix, NarrowMatrix)
     exponent = matrix.scale.view(torch.uint8)
     exponent[0], exponent[1] = 0, MOST_EXPONENT
-    x, routing = randn(3, 64), route(randn(3, 1), 1)
+    x, routing = randn(3, 64), route(randn(3, 1), Router(1))
     residual = torch.zeros_like(x)
     add(residual, x, routing, experts)
     expected = by_row(x, routing, experts)
@@ -244,10 +284,10 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
     experts = make()
     x, logits = randn(20, 128), randn(20, 5)
     clean = torch.zeros_like(x)
-    add(clean, x, route(logits, 2), experts)
+    add(clean, x, route(logits, Router(2)), experts)
     x[4], logits[4] = torch.nan, torch.nan
     residual = torch.zeros_like(x)
-    add(residual, x, route(logits, 2), experts)
+    add(residual, x, route(logits, Router(2)), experts)
     others = torch.arange(20, device=DEVICE) != 4
     torch.testing.assert_close(residual[others], clean[others])
     assert residual[4].isnan().all()
@@ -262,7 +302,7 @@ def test_a_row_comes_out_the_same_in_any_company(is_plain: bool) -> None:
 
     def outputs(some: slice) -> torch.Tensor:
         out = torch.zeros_like(x[some])
-        add(out, x[some], route(logits[some], 4), experts)
+        add(out, x[some], route(logits[some], Router(4)), experts)
         return out
 
     whole = outputs(slice(None))

@@ -95,6 +95,15 @@ TINY: dict[str, dict[str, object]] = {
         "linear_key_head_dim": 12,
         "linear_value_head_dim": 8,
     },
+    "qwen2_moe": {
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+    },
     "gpt_oss": {
         "num_key_value_heads": 2,
         "head_dim": 16,

@@ -10,6 +10,7 @@ from typing import Any
 
 from outrider.kernels.model.expert_matrix import Glu
 from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.routing import Router
 
 from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint
@@ -40,10 +41,10 @@ class GptOss(Windowed):
         gate_up, down = (num_experts, 2 * inner, width), (num_experts, width, inner)
         return ExpertMLP(
             norm=norm,
-            router=tensors.linear(width, {f"{name}.router": num_experts}),
+            router_layer=tensors.linear(width, {f"{name}.router": num_experts}),
             gate_up=read_experts(tensors, f"{experts}.gate_up_proj", gate_up, top_k, gated=True),
             down=read_experts(tensors, f"{experts}.down_proj", down, top_k),
             glu=Glu(config.swiglu_alpha or _ALPHA, config.swiglu_limit or _LIMIT, 1.0),
-            top_k=top_k,
+            router=Router(top_k),
             chooser=f"{name}.router",
         )

@@ -7,14 +7,13 @@ A router chooses the experts with the largest logits. Their weights are a softma
 or, without `norm_topk_prob`, their shares of a softmax over all.
 """
 
-from functools import partial
 from typing import Any
 
-from outrider.kernels.model.expert_matrix import SILU
 from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.routing import Router
 
 from ..parts.base import Part
-from ..parts.experts import ExpertMLP, read_experts
+from ..parts.experts import ExpertMLP
 from .llama import Windowed
 
 
@@ -29,24 +28,21 @@ class Qwen3Moe(Windowed):
     }  # fmt: skip
 
     def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
-        config, inner = self.config, self.config.moe_intermediate_size
-        width, num_experts, top_k = (
-            config.hidden_size, config.num_experts, config.num_experts_per_tok
-        )  # fmt: skip
+        config = self.config
         is_sparse = (layer + 1) % config.decoder_sparse_step == 0
-        if layer in config.mlp_only_layers or num_experts == 0 or not is_sparse:
+        if layer in config.mlp_only_layers or config.num_experts == 0 or not is_sparse:
             return super().mlp(name, norm, layer, **options)
-        read = partial(
-            read_experts, self.tensors, f"{name}.experts", num_experts=num_experts, top_k=top_k
-        )
-        gate_up = {"gate_proj": inner, "up_proj": inner}
-        return ExpertMLP(
+        return ExpertMLP.read(
+            self.tensors,
+            name,
             norm=norm,
-            router=self.tensors.linear(width, {f"{name}.gate": num_experts}),
-            gate_up=read("gate_up_proj", gate_up, num_inputs=width, axis="outputs"),
-            down=read("down_proj", {"down_proj": width}, num_inputs=inner, axis="inputs"),
-            glu=SILU,
-            top_k=top_k,
-            over_all=not config.norm_topk_prob,
-            chooser=f"{name}.gate",
+            width=config.hidden_size,
+            inner=config.moe_intermediate_size,
+            num_experts=config.num_experts,
+            router=Router(config.num_experts_per_tok, over_all=not config.norm_topk_prob),
+            **self.shared_expert(),
         )
+
+    def shared_expert(self) -> dict[str, Any]:
+        """Options of ExpertMLP.read."""
+        return {}

@@ -3,12 +3,13 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.model.expert_matrix import ExpertMatrix, Glu, part_of
+from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu, part_of
 from outrider.kernels.model.experts import (
     ExpertProduct,
     add_by_expert,
@@ -18,15 +19,16 @@ from outrider.kernels.model.experts import (
 )
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise
 from outrider.kernels.model.rms_norm import Norm, rms_norm
-from outrider.kernels.model.routing import Routing, route, routing_of
+from outrider.kernels.model.routing import Router, Routing, route, routing_of, scores_reference
 from outrider.kernels.model.row_codes import Normed
 
 from ..admission import UnsupportedModelError
 from ..attention import ForwardBatch
 from ..checkpoint import AnyCheckpoint, Lent
 from ..narrow_weight import Narrow
-from ..weights import Axis, Dense, Layer, Linear, Matrix, Weight
+from ..weights import Axis, Dense, Layer, Linear, Matrix, Unrounded, Weight
 from .base import Part
+from .gated_mlp import GatedMLP
 
 
 class ExpertWeights(Weight):
@@ -160,17 +162,76 @@ def read_experts(
 class ExpertMLP(Part):
     """The sum over a row's experts of weight * down(glu(gate_up(x))); see `kernels/model/experts`.
 
-    Padding rows are computed like the others, so their experts are read, too.
+    A shared expert, which all rows have, is added to that: shared_down(silu(gate) * up), times the
+    sigmoid of the router's last output if it is gated. Padding rows are computed like the others,
+    so their experts are read, too.
     """
 
-    router: Linear
+    router_layer: Linear  # an output for each expert, and one for the shared expert's gate
     gate_up: Layer[ExpertWeights]  # the gate's outputs, then those of `up`
     down: Layer[ExpertWeights]
     glu: Glu
-    top_k: int
-    over_all: bool = False  # whether weights are shares of a softmax over all experts
+    router: Router
     chooser: str | None = None
+    shared_gate_up: Linear | None = None
+    shared_down: Linear | None = None
+    is_gated: bool = False  # whether the shared expert is
     choice: Routing | None = None  # of all rows, if it is made already
+
+    @staticmethod
+    def read(
+        tensors: AnyCheckpoint,
+        name: str,
+        *,
+        norm: Norm | None,
+        width: int,
+        inner: int,
+        num_experts: int,
+        router: Router,
+        gate: str = "gate",
+        exact: bool = False,
+        shared: tuple[str, int] | None = None,
+        shared_gate: str | None = None,
+    ) -> "ExpertMLP":
+        """`inner`: outputs of an expert's gate. `gate`: the router's name. `exact`: its logits are
+        float32. `shared`: name and inner size of the shared expert; `shared_gate`: its gate's name.
+
+        Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape, and
+        UnsupportedModelError naming a format that is not served.
+        """
+        read = partial(
+            read_experts, tensors, f"{name}.experts", num_experts=num_experts, top_k=router.top_k
+        )
+        outputs = {f"{name}.{gate}": num_experts}
+        if shared_gate is not None:
+            outputs[f"{name}.{shared_gate}"] = 1
+        layer, gate_up, down = tensors.linear(width, outputs), None, None
+        if exact:
+            if not isinstance(layer.weight, Dense):
+                raise UnsupportedModelError(f"its router is in {layer.weight.format}")
+            layer = layer._replace(weight=Unrounded(layer.weight.matrix))
+        if shared is not None:
+            own = GatedMLP.read(
+                tensors, f"{name}.{shared[0]}", norm=None, width=width, inner=shared[1]
+            )
+            gate_up, down = own.gate_up, own.down
+        return ExpertMLP(
+            norm=norm,
+            router_layer=layer,
+            gate_up=read(
+                "gate_up_proj",
+                {"gate_proj": inner, "up_proj": inner},
+                num_inputs=width,
+                axis="outputs",
+            ),
+            down=read("down_proj", {"down_proj": width}, num_inputs=inner, axis="inputs"),
+            glu=SILU,
+            router=router,
+            chooser=f"{name}.{gate}",
+            shared_gate_up=gate_up,
+            shared_down=down,
+            is_gated=shared_gate is not None,
+        )
 
     def __call__(
         self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
@@ -178,26 +239,41 @@ class ExpertMLP(Part):
         if normed is None:
             normed = x if self.norm is None else rms_norm(x, self.norm)
         assert isinstance(normed, Tensor)
-        routing = self.choice or self._route(self.router(normed))
+        logits = self.router_layer(normed)
+        routing = self.choice or route(self._of_experts(logits), self.router)
         gate_up, down = self.gate_up, self.down
         gated = gate_up.weight.gated(normed, routing, gate_up.bias, self.glu)
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            shared = self.shared_gate_up(normed, gated=True)
+            if self.is_gated:
+                shared *= logits[:, -1:].sigmoid()
+            self.shared_down.add_to(x, shared)
         return down.weight.add_to(x, gated, routing, down.bias, next_norm)
 
-    def _route(self, logits: Tensor) -> Routing:
-        return route(logits, self.top_k, over_all=self.over_all)
+    def _of_experts(self, logits: Tensor) -> Tensor:
+        return logits[:, :-1] if self.is_gated else logits
 
     def chooses(self, *chosen: Tensor) -> bool:
+        """The same experts as that module, except between those that are equally good to it."""
         normed, logits, weights, ids = chosen
-        eps, theirs = torch.finfo(logits.dtype).eps, logits.float()
-        ours = self.router(normed).float()
-        routing = self._route(logits)  # before a verdict: compiling launches both
-        if not (ours - theirs).norm() <= 8 * eps * theirs.norm():
+        ours = self._of_experts(self.router_layer(normed))
+        eps, theirs = torch.finfo(ours.dtype).eps, logits.float()
+        routing = route(logits, self.router)  # before a verdict: compiling launches both
+        if not (ours.float() - theirs).norm() <= 8 * eps * theirs.norm():
             return False
-        # Of equal logits either may be chosen.
-        best = [theirs.gather(1, each.long()) for each in (routing.ids, ids)]
-        return torch.equal(*best) and torch.allclose(
-            routing.weights, weights.float(), rtol=0, atol=4 * eps
-        )
+        taken, shares, best = [], [], []
+        scores = scores_reference(logits, self.router)
+        for experts, share in ((routing.ids.long(), routing.weights), (ids.long(), weights)):
+            none = torch.zeros_like(theirs)
+            shares.append(none.scatter(1, experts, share.float()))
+            taken.append(none.scatter(1, experts, 1.0))
+            best.append(scores.gather(1, experts).sort(1, descending=True).values)
+        # Of equal scores either may be chosen. Those of sigmoids and groups are rounded first.
+        slack = 8 * torch.finfo(torch.float32).eps if self.router.sigmoid else 0
+        are_equal = ((best[0] - best[1]).abs() <= slack).all(1)
+        are_close = torch.isclose(shares[0], shares[1], rtol=4 * eps, atol=4 * eps).all(1)
+        is_same = (taken[0] == taken[1]).all(1)
+        return bool(torch.where(is_same, are_close, are_equal).all())
 
     def choosing(self, *chosen: Tensor) -> "ExpertMLP":
         _, logits, weights, ids = chosen
