@@ -5,7 +5,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -160,8 +160,10 @@ class Checkpoint(AnyCheckpoint):
         *,
         read: Read | None = None,
         share: Share = WHOLE,
+        renamed: Mapping[str, str] = {},
     ) -> None:
-        """`read` reads quantised layers, whole.
+        """`read` reads quantised layers, whole. `renamed`: parts of tensors' names in the files, and
+        their names here.
 
         Raises WeightFileError if files are missing or damaged.
         """
@@ -173,7 +175,7 @@ class Checkpoint(AnyCheckpoint):
         self._warned = False
         self._file_of = open_files(folder)
         # The text of a model that also reads images has the names of a model of text.
-        self._stored_name = {name_in_text(name): name for name in self._file_of}
+        self._stored_name = {_renamed(name_in_text(name), renamed): name for name in self._file_of}
         self._num_tensors = len(self._file_of)
 
     def __contains__(self, name: str) -> bool:
@@ -271,6 +273,12 @@ class Checkpoint(AnyCheckpoint):
         if not self._warned:
             log.warning("%s", warning)
             self._warned = True
+
+
+def _renamed(name: str, parts: Mapping[str, str]) -> str:
+    for old, new in parts.items():
+        name = name.replace(old, new)
+    return name
 
 
 def check_shape(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:

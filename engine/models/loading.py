@@ -176,7 +176,13 @@ class _Loader:
                 elif rounds:
                     read = rounding(rounds_inputs=True, leaves_out=(OUTPUT_LAYER, EMBEDDING))
                 checkpoint = Checkpoint(
-                    folder, self.dtype, self.device, self.progress, read=read, share=self.share
+                    folder,
+                    self.dtype,
+                    self.device,
+                    self.progress,
+                    read=read,
+                    share=self.share,
+                    renamed=FAMILIES[self.hf_config.model_type].renamed,
                 )
             decoder = build(self.hf_config, checkpoint)
             if quantised and isinstance(checkpoint, Checkpoint) and not checkpoint.has_quantised:

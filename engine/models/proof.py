@@ -50,12 +50,14 @@ class Original:
     def fill(self, checkpoint: AnyCheckpoint) -> None:
         """Use what was read as weights. Raises ValueError if only one has some of them."""
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        names |= {name for name, _ in self.model.named_buffers()}
         for name, tensor in checkpoint.tensors.items():
             self._assign(name, tensor)
         for lent in checkpoint.lent:
             self._lend(lent)
         parameters = list(self.model.named_parameters())
-        left = [name for name, tensor in parameters if tensor.is_meta]
+        held = (*parameters, *self.model.named_buffers())
+        left = [name for name, tensor in held if tensor.is_meta]
         if left:
             raise ValueError(f"it has weights that the decoder lacks: {', '.join(left[:3])}")
         # Zeros change nothing: some quantisers give every layer such a bias.

@@ -20,7 +20,7 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """scaling * cos and scaling * sin of position * inv_freq, for both halves of a head.
 
-    Shape: positions [T], inv_freq [head_dim / 2] float32 -> [T, head_dim] each.
+    Shape: positions [T], inv_freq [rotary_dim / 2] float32 -> [T, rotary_dim] each.
     """
     if not uses_triton(positions):
         return rotary_table_reference(positions, inv_freq, scaling, dtype)

@@ -47,6 +47,17 @@ class Router(NamedTuple):
     num_groups: int = 1  # of neighbours, alike in size
     top_groups: int = 1  # from which a row chooses
 
+    def why_impossible(self, num_experts: int) -> str | None:
+        """Why no row can choose so; None if rows can."""
+        in_group = num_experts // self.num_groups
+        if num_experts % self.num_groups or (self.num_groups > 1 and in_group < 2):
+            return f"{num_experts} experts do not form {self.num_groups} groups"
+        if not 0 < self.top_groups <= self.num_groups:
+            return f"a row chooses {self.top_groups} of {self.num_groups} groups of experts"
+        if not 0 < self.top_k <= in_group * self.top_groups:
+            return f"a row takes {self.top_k} of {in_group * self.top_groups} experts"
+        return None
+
 
 class Routing(NamedTuple):
     """The experts of each row, the best first."""
@@ -64,7 +75,9 @@ def route(logits: Tensor, router: Router) -> Routing:
     """
     num_rows, num_experts = logits.shape
     top_k = router.top_k
-    _check(router, num_experts)
+    assert router.why_impossible(num_experts) is None
+    assert router.sigmoid or (router.bias is None and router.num_groups == 1)
+    assert router.bias is None or router.bias.dtype == torch.float32
     if not uses_triton(logits):
         return routing_of(*choose_reference(logits, router), num_experts)
     ids = torch.empty(num_rows, top_k, dtype=torch.int32, device=logits.device)
@@ -99,15 +112,6 @@ def route(logits: Tensor, router: Router) -> Routing:
         **dependent_launch(logits.device),
     )
     return Routing(ids, weights, tiles) if tiles else routing_of(ids, weights, num_experts)
-
-
-def _check(router: Router, num_experts: int) -> None:
-    assert router.sigmoid or (router.bias is None and router.num_groups == 1)
-    assert router.bias is None or router.bias.dtype == torch.float32
-    assert num_experts % router.num_groups == 0
-    assert router.num_groups == 1 or num_experts // router.num_groups >= 2
-    assert 0 < router.top_groups <= router.num_groups
-    assert 0 < router.top_k <= num_experts // router.num_groups * router.top_groups
 
 
 def choose_reference(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:

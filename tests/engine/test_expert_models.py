@@ -230,6 +230,18 @@ def test_plain_experts_give_the_logits_of_transformers(
     check_against_eager(model, plain)
 
 
+def test_a_float32_router_is_one_in_a_model_of_bfloat16(tiny_model: Tiny) -> None:
+    """Two experts that bfloat16 cannot tell apart."""
+    model = load(tiny_model("glm4_moe"), "bfloat16")
+    assert type(model) is Decoder
+    mlp = model.blocks[-1].mlp
+    x = torch.randn(7, 32, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
+    logits = mlp.router_layer(x)
+    assert logits.dtype == torch.float32
+    exact = x.double() @ mlp.router_layer.weight.dequantised().double().t()
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+
+
 def stack_experts(path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     for name in [name for name in tensors if name.endswith("experts.0.gate_proj.weight")]:

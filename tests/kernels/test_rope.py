@@ -16,13 +16,15 @@ pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's
 )
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("share", [1, 2, 4])  # of which one is rotated
 def test_kernel_equals_reference(
-    num_heads: int, num_kv_heads: int, head_dim: int, with_norms: bool, in_fp8: bool
+    num_heads: int, num_kv_heads: int, head_dim: int, with_norms: bool, in_fp8: bool, share: int
 ) -> None:
     randn = normals(num_heads)
     num_rows, page_size = 5, 4
     qkv = randn(num_rows, (num_heads + 2 * num_kv_heads) * head_dim)
-    cos, sin = randn(num_rows, head_dim), randn(num_rows, head_dim)
+    rotary_dim = head_dim // (2 * share) * 2
+    cos, sin = randn(num_rows, rotary_dim), randn(num_rows, rotary_dim)
     norms = [Norm(randn(head_dim), 1e-6) for _ in range(2)] if with_norms else [None, None]
     dtype, scales = torch.float32, (1.0, 1.0)
     if in_fp8:  # with what no FP8 number reaches

@@ -104,6 +104,32 @@ TINY: dict[str, dict[str, object]] = {
         "use_sliding_window": True,
         "sliding_window": 8,
     },
+    "mixtral": {
+        "num_key_value_heads": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+    },
+    "olmoe": {
+        "num_key_value_heads": 2,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "pad_token_id": 0,
+    },
+    "glm4_moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+    },
     "gpt_oss": {
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -149,6 +175,9 @@ def save_tiny_model(
                 parameter.normal_(0, 1, generator=generator)
             elif name.endswith(("A_log", "dt_bias")) or "linear_attention" in layer_types:
                 parameter.normal_(0, scale, generator=generator)  # zeros would hide mistakes
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0, 0.1, generator=generator)
     model.save_pretrained(path)
     return path
 

@@ -24,7 +24,7 @@ from ..decoder import Decoder
 _NEUTRAL = {
     "attention_dropout", "bos_token_id", "embd_pdrop", "eos_token_id", "initializer_range",
     "output_router_logits", "pad_token_id", "pretraining_tp", "resid_pdrop", "residual_dropout",
-    "router_aux_loss_coef", "use_cache",
+    "router_aux_loss_coef", "router_jitter_noise", "use_cache",
 }  # fmt: skip
 # Fields from which transformers computes inv_freq and its scaling, which we take from there.
 _ROPE = {
@@ -54,6 +54,8 @@ class Family(ABC):
     layer_types: ClassVar[frozenset[str]] = frozenset(LAYER_TYPES)  # that it implements
     rope_fields: ClassVar[frozenset[str]] = frozenset()  # of RoPE, beside those of all models
     rotary: ClassVar[type] = LlamaRotaryEmbedding  # transformers', which knows those
+    # Parts of tensors' names in files, and what transformers calls them.
+    renamed: ClassVar[dict[str, str]] = {}
 
     def __init__(self, tensors: AnyCheckpoint, config: Any) -> None:
         """`config` is transformers', for which `why_unknown` returns None."""

@@ -148,6 +148,8 @@ class Attention(Part):
             return None
         if layer.softcap is not None or layer.sinks is not None or self.gated:
             return None
+        if 2 * len(self.rope.inv_freq) != layer.head_dim:
+            return None
         if layer.head_dim != layer.value_dim or layer.head_dim % _COMPILED_DIM:
             return None
         q_norm, k_norm = self.head_norms or (None, None)

@@ -199,6 +199,8 @@ class ExpertMLP(Part):
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape, and
         UnsupportedModelError naming a format that is not served.
         """
+        if reason := router.why_impossible(num_experts):
+            raise UnsupportedModelError(reason)
         read = partial(
             read_experts, tensors, f"{name}.experts", num_experts=num_experts, top_k=router.top_k
         )

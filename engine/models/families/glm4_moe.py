@@ -1,0 +1,58 @@
+"""GLM 4.5 to 4.7: a Llama whose MLPs are experts, but for the first layers, and one that all share:
+
+    x += sum over the experts e of a row:  weight_e * expert_e(m)  +  shared_experts(m)
+    expert(m) = down(silu(gate(m)) * up(m)),  m = post_attention_layernorm(x)
+
+A row chooses experts by sigmoids plus a bias, from the best groups of them. The router computes in
+float32. RoPE rotates the first dimensions of a head.
+"""
+
+from typing import Any
+
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
+
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.routing import Router
+
+from ..parts.base import Part
+from ..parts.experts import ExpertMLP
+from .llama import Llama
+
+
+class Glm4Moe(Llama):
+    """Its layers for multi-token prediction, behind the last, are not part of it."""
+
+    model_types = ("glm4_moe",)
+    fields = Llama.fields | {
+        "first_k_dense_replace", "moe_intermediate_size", "n_group", "n_routed_experts",
+        "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_mtp_layers",
+        "num_nextn_predict_layers", "routed_scaling_factor", "topk_group", "use_qk_norm",
+    }  # fmt: skip
+    rope_fields = frozenset({"partial_rotary_factor"})
+    rotary = Glm4MoeRotaryEmbedding
+
+    def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
+        config = self.config
+        if layer < config.first_k_dense_replace:
+            return super().mlp(name, norm, layer, **options)
+        num_experts, inner = config.n_routed_experts, config.moe_intermediate_size
+        router = Router(
+            config.num_experts_per_tok,
+            over_all=not config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+            sigmoid=True,
+            bias=self.tensors.float32(f"{name}.gate.e_score_correction_bias", num_experts),
+            num_groups=config.n_group,
+            top_groups=config.topk_group,
+        )
+        return ExpertMLP.read(
+            self.tensors,
+            name,
+            norm=norm,
+            width=config.hidden_size,
+            inner=inner,
+            num_experts=num_experts,
+            router=router,
+            exact=True,
+            shared=("shared_experts", inner * config.n_shared_experts),
+        )
