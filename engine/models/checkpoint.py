@@ -162,8 +162,8 @@ class Checkpoint(AnyCheckpoint):
         share: Share = WHOLE,
         renamed: Mapping[str, str] = {},
     ) -> None:
-        """`read` reads quantised layers, whole. `renamed`: parts of tensors' names in the files, and
-        their names here.
+        """`read` reads quantised layers, whole. `renamed` are parts of names in the files, and what
+        they are here.
 
         Raises WeightFileError if files are missing or damaged.
         """

@@ -115,7 +115,12 @@ def load_network(
             )
         level = logging.WARNING if hf_config.model_type in FAMILIES else logging.INFO
         log.log(level, "%s runs as transformers has it, which is slower: %s", config.path, reason)
-        return loader.whole_model()
+        try:
+            return loader.whole_model()
+        except UnsupportedModelError as error:
+            if hf_config.model_type not in FAMILIES:
+                raise
+            raise UnsupportedModelError(f"{error}; nor by our own decoder: {reason}") from error
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(
             f"{config.path} ({hf_config.model_type}) cannot be served: {reason}"

@@ -50,7 +50,8 @@ def add_experts(
     if not uses_triton(gated):
         add_by_expert(residual, gated, routing, partial(_linear, down))
         return None
-    return add_parts(residual, experts_product(gated, routing, down, None), norm)
+    parts = experts_product(gated, routing, down, None)
+    return add_parts(residual, parts, norm, num_real=routing.num_rows)
 
 
 def gated_by_expert(
@@ -59,10 +60,14 @@ def gated_by_expert(
     """`gated_experts`, one expert at a time, and only those that some row has."""
     top_k = routing.ids.shape[1]
     gated = x.new_empty(routing.ids.numel(), num_out)
-    for expert in routing.ids.unique().tolist():
+    for expert in _taken(routing):
         row, choice = (routing.ids == expert).nonzero(as_tuple=True)
         gated[row * top_k + choice] = _gated(product(expert, x[row]).float(), glu).to(x.dtype)
     return gated
+
+
+def _taken(routing: Routing) -> list[int]:
+    return [expert for expert in routing.ids.unique().tolist() if expert >= 0]
 
 
 def _gated(gate_up: Tensor, glu: Glu) -> Tensor:
@@ -78,7 +83,7 @@ def add_by_expert(
 ) -> None:
     """`add_experts`, one expert at a time, in their order."""
     total = torch.zeros_like(residual, dtype=torch.float32)
-    for expert in routing.ids.unique().tolist():
+    for expert in _taken(routing):
         row, choice = (routing.ids == expert).nonzero(as_tuple=True)
         y = product(expert, gated[row * routing.ids.shape[1] + choice]).float()
         total.index_add_(0, row, routing.weights[row, choice, None] * y)

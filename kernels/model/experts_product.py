@@ -51,7 +51,8 @@ def experts_product(x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu |
     parts of each row's sum.
 
     Sums are not split over K: that was slower on an H200 from a few rows on.
-    Shape: x [T, K] or, without a gate, [T * k, K] -> [T * k, N / 2] or [k, T, N] float32
+    Parts are rounded to x's dtype, since a prompt has many. Those of padding rows are not written.
+    Shape: x [T, K] or, without a gate, [T * k, K] -> [T * k, N / 2] or [k, T, N]
     """
     num_rows, top_k = routing.ids.shape
     num_pairs = num_rows * top_k
@@ -74,10 +75,8 @@ def experts_product(x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu |
         codes, scale, width = matrix, None, matrix.shape[1]
         tiling = _plain_tiling(size, x)
     num_tiles *= triton.cdiv(num_out, tiling["BLOCK_N"])
-    if glu:
-        out = x.new_empty(num_pairs, num_out // 2)
-    else:
-        out = x.new_empty(top_k, num_rows, num_out, dtype=torch.float32)
+    shape = (num_pairs, num_out // 2) if glu else (top_k, num_rows, num_out)
+    out = x.new_empty(shape)
     _experts_kernel[(num_tiles,)](
         out,
         x,
@@ -107,7 +106,7 @@ def experts_product(x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu |
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _experts_kernel(
-    out_ptr,  # [num_rows * TOP_K, num_out] or, not GATED, [TOP_K, num_rows, num_out] float32
+    out_ptr,  # [num_rows * TOP_K, num_out] or, not GATED, [TOP_K, num_rows, num_out]
     x_ptr,  # [num_rows, inputs] or, not GATED, [num_rows * TOP_K, inputs]
     weights_ptr,  # [num_rows * TOP_K]
     experts_ptr,  # [tiles]

@@ -6,9 +6,7 @@
 
 A group is as good as the sum of its two largest s + bias.
 
-A pair is a row and one of its experts: pair = row * k + choice. Pairs of the same expert are put
-into tiles of a fixed size, in the order of their rows, so that a product reads an expert's weights
-once for a whole tile. How many tiles there are is known on the device only; the host knows a bound.
+Padding rows, behind all others, have no experts.
 """
 
 from typing import NamedTuple
@@ -20,20 +18,13 @@ from torch import Tensor
 from .._dispatch import uses_triton
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
+from . import expert_tiles
+from .expert_tiles import Tiles, empty_tiles, list_pairs, tiles_of
 
-_TILES = (16, 32, 64, 128)  # rows of a tile
-_AT_ONCE = 8192  # logits that one program holds
 _FLOOR = -3.0e38  # stands for logits of -inf and NaN, so that choices stay distinct
 _LEAST = tl.constexpr(_FLOOR)
 _TINY = tl.constexpr(1e-20)  # is added to a sum of sigmoids, as transformers does
 _ONE = tl.constexpr(2.0**40)  # in sums of shares, which are integers: so they have one value
-
-
-class Tiles(NamedTuple):
-    """Pairs by expert. What lies behind the last tile has the expert E and pairs of T * k."""
-
-    experts: Tensor  # [tiles] int32
-    pairs: Tensor  # [tiles, size] int32; T * k where a tile has no more
 
 
 class Router(NamedTuple):
@@ -62,16 +53,17 @@ class Router(NamedTuple):
 class Routing(NamedTuple):
     """The experts of each row, the best first."""
 
-    ids: Tensor  # [T, k] int32, distinct in a row
+    ids: Tensor  # [T, k] int32, distinct in a row; -1: padding
     weights: Tensor  # [T, k] float32
     tiles: Tiles
+    num_rows: Tensor | None = None  # [1] rows that are no padding; None: all
 
 
-def route(logits: Tensor, router: Router) -> Routing:
+def route(logits: Tensor, router: Router, rows: Tensor | None = None) -> Routing:
     """Choose each row's experts; the first of equal ones.
 
     A row's choice and the bits of its weights do not depend on the other rows. Shape: [T, E], rows
-    dense.
+    dense; `rows` [1], how many are no padding (None: all).
     """
     num_rows, num_experts = logits.shape
     top_k = router.top_k
@@ -79,15 +71,18 @@ def route(logits: Tensor, router: Router) -> Routing:
     assert router.sigmoid or (router.bias is None and router.num_groups == 1)
     assert router.bias is None or router.bias.dtype == torch.float32
     if not uses_triton(logits):
-        return routing_of(*choose_reference(logits, router), num_experts)
+        ids, weights = choose_reference(logits, router)
+        if rows is not None:
+            ids[int(rows) :] = -1
+        return routing_of(ids, weights, num_experts, rows)
     ids = torch.empty(num_rows, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits.device)
     padded = triton.next_power_of_2(num_experts)
-    block = max(1, _AT_ONCE // padded)
+    block = max(1, expert_tiles.AT_ONCE // padded)
     tiles = None
     if num_rows <= block:
         block = triton.next_power_of_2(num_rows)
-        tiles = _empty_tiles(num_rows, top_k, num_experts, logits.device)
+        tiles = empty_tiles(num_rows, top_k, num_experts, logits.device)
     _route_kernel[(triton.cdiv(num_rows, block),)](
         ids,
         weights,
@@ -95,6 +90,7 @@ def route(logits: Tensor, router: Router) -> Routing:
         tiles.pairs if tiles else None,
         logits,
         router.bias,
+        rows,
         router.scale,
         num_rows,
         logits.stride(0),
@@ -111,7 +107,9 @@ def route(logits: Tensor, router: Router) -> Routing:
         num_warps=max(1, min(8, block * padded // 256)),
         **dependent_launch(logits.device),
     )
-    return Routing(ids, weights, tiles) if tiles else routing_of(ids, weights, num_experts)
+    if tiles is None:
+        return routing_of(ids, weights, num_experts, rows)
+    return Routing(ids, weights, tiles, rows)
 
 
 def choose_reference(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
@@ -156,40 +154,11 @@ def _sigmoid(logits: Tensor) -> Tensor:
     return F.pad(logits, (0, 1))[:, :-1].sigmoid()
 
 
-def routing_of(ids: Tensor, weights: Tensor, num_experts: int) -> Routing:
+def routing_of(
+    ids: Tensor, weights: Tensor, num_experts: int, rows: Tensor | None = None
+) -> Routing:
     """A routing whose experts are chosen already. Shape: [T, k] each."""
-    return Routing(ids, weights, tiles_of(ids, num_experts))
-
-
-def tiles_of(ids: Tensor, num_experts: int) -> Tiles:
-    """Pairs by expert, without waiting for the device. Shape: ids [T, k] int32."""
-    num_rows, top_k = ids.shape
-    tiles = _empty_tiles(num_rows, top_k, num_experts, ids.device)
-    size = tiles.pairs.shape[1]
-    experts, pairs = ids.flatten().sort(stable=True)
-    every = torch.arange(num_experts + 1, dtype=experts.dtype, device=ids.device)
-    first_pair = torch.searchsorted(experts, every)  # [E + 1]
-    num_tiles = (first_pair.diff() + size - 1) // size
-    end = num_tiles.cumsum(0)
-    place = (end - num_tiles)[experts.long()] * size - first_pair[experts.long()]
-    place += torch.arange(len(pairs), device=ids.device)
-    tiles.pairs.fill_(len(pairs))
-    tiles.pairs.view(-1)[place] = pairs.int()
-    numbers = torch.arange(len(tiles.experts), device=ids.device)
-    tiles.experts.copy_(torch.searchsorted(end, numbers, right=True))
-    return tiles
-
-
-def _empty_tiles(num_rows: int, top_k: int, num_experts: int, device: torch.device) -> Tiles:
-    num_pairs = num_rows * top_k
-    # Twice the rows that an expert gets on average. No sum depends on it.
-    size = next((size for size in _TILES if 2 * num_pairs <= size * num_experts), _TILES[-1])
-    # Each expert fills tiles, but for its last one.
-    num_tiles = (num_pairs + min(num_experts, num_pairs) * (size - 1)) // size
-    return Tiles(
-        torch.empty(num_tiles, dtype=torch.int32, device=device),
-        torch.empty(num_tiles, size, dtype=torch.int32, device=device),
-    )
+    return Routing(ids, weights, tiles_of(ids, num_experts), rows)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
@@ -200,6 +169,7 @@ def _route_kernel(
     pairs_ptr,  # [num_tiles, SIZE], or None
     logits_ptr,  # [num_rows, NUM_EXPERTS]
     bias_ptr,  # [NUM_EXPERTS], or None
+    rows_ptr,  # [1], or None
     weight_scale,
     num_rows,
     logits_stride,
@@ -252,34 +222,24 @@ def _route_kernel(
     elif OVER_ALL:
         total = tl.sum((share * _ONE).to(tl.int64), 1).to(tl.float32) / _ONE
         total = tl.where(best < float("inf"), total, float("nan"))
-    is_chosen = (choice >= 0) & is_row[:, None]
+    is_padding = row >= num_rows
+    if rows_ptr is not None:
+        is_padding = row >= tl.load(rows_ptr)
+    for c in tl.static_range(TOP_K):
+        tl.store(ids_ptr + row * TOP_K + c, -1, mask=is_row & is_padding)
+        tl.store(weights_ptr + row * TOP_K + c, 0.0, mask=is_row & is_padding)
+    choice = tl.where((is_row & ~is_padding)[:, None], choice, -1)
+    is_chosen = choice >= 0
     pair = row[:, None] * TOP_K + choice
     tl.store(ids_ptr + pair, tl.zeros_like(choice) + e[None, :], mask=is_chosen)
     tl.store(weights_ptr + pair, weight_scale * (share / total[:, None]), mask=is_chosen)
 
     if experts_ptr is not None:
-        ones = is_chosen.to(tl.int32)
-        count = tl.sum(ones, 0)
-        tiles = (count + SIZE - 1) // SIZE
-        first = tl.cumsum(tiles, 0) - tiles
-        place = first[None, :] * SIZE + tl.cumsum(ones, 0) - 1
-        tl.store(pairs_ptr + place, pair, mask=is_chosen)
-        # The rest of each expert's last tile, and the tiles behind the last.
-        free = count[:, None] + tl.arange(0, SIZE)[None, :]
-        nothing = tl.zeros([EXPERTS, SIZE], tl.int32) + num_rows * TOP_K
-        in_tile = free < (tiles * SIZE)[:, None]
-        tl.store(pairs_ptr + first[:, None] * SIZE + free, nothing, mask=in_tile)
-        MOST: tl.constexpr = (ROWS + SIZE - 1) // SIZE  # tiles of an expert: a power of two
-        tile = tl.arange(0, MOST)
-        of_expert = tl.zeros([EXPERTS, MOST], tl.int32) + e[:, None]
-        is_tile = tile[None, :] < tiles[:, None]
-        tl.store(experts_ptr + first[:, None] + tile[None, :], of_expert, mask=is_tile)
-        num_used = tl.sum(tiles, 0)
-        for start in range(num_used, num_tiles, EXPERTS):
-            behind = start + e
-            tl.store(experts_ptr + behind, NUM_EXPERTS + 0 * e, mask=behind < num_tiles)
-            places = behind[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-            tl.store(pairs_ptr + places, nothing, mask=(behind < num_tiles)[:, None])
+        count = tl.sum(is_chosen.to(tl.int32), 0)
+        list_pairs(
+            experts_ptr, pairs_ptr, choice, tl.zeros_like(count), count, num_rows, 0, 1, num_tiles,
+            NUM_EXPERTS, TOP_K, EXPERTS, ROWS, SIZE,
+        )  # fmt: skip
 
 
 @triton.jit

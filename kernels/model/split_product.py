@@ -55,13 +55,15 @@ def add_parts(
     norm: Norm | None,
     bias: Tensor | None = None,
     out: Tensor | None = None,
+    num_real: Tensor | None = None,
 ) -> Normed | None:
     """Add the parts, in order, and then the bias to the residual in place.
 
     Returns norm(residual), rounded if the norm rounds, or None without a norm. `out` takes it if it
-    is given; then the norm does not round.
+    is given; then the norm does not round. `num_real`: how many rows have parts (None: all).
     Parts are summed in float32.
-    Shape: residual and out [T, N] dense, parts [splits, T, N], bias [N] -> [T, N] or None
+    Shape: residual and out [T, N] dense, parts [splits, T, N] of any dtype, bias [N], num_real [1]
+    -> [T, N] or None
     """
     num_splits, num_rows, width = parts.shape
     assert residual.is_contiguous()
@@ -78,6 +80,7 @@ def add_parts(
         bias,
         norm.weight if norm is not None else None,
         norm.eps if norm is not None else 0.0,
+        num_real,
         num_rows,
         NUM_IN=width,
         WIDTH=format_.width if format_ is not None else 0,
@@ -107,6 +110,7 @@ def _add_parts_kernel(
     bias_ptr,  # [NUM_IN] or None
     norm_ptr,  # [NUM_IN] or None
     eps,
+    num_real_ptr,  # [1], or None
     num_rows,
     NUM_IN: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -126,8 +130,12 @@ def _add_parts_kernel(
     wait_for_inputs(DEPENDENT)
     y = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
     stride = num_rows.to(tl.int64) * NUM_IN
+    has_parts = mask
+    if num_real_ptr is not None:
+        has_parts = mask & (row < tl.load(num_real_ptr))
     for split in tl.static_range(SPLITS):
-        y += tl.load(parts_ptr + split * stride + at, mask=mask, other=0.0)
+        part = tl.load(parts_ptr + split * stride + at, mask=has_parts, other=0.0)
+        y += part.to(tl.float32)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
     stored = y.to(residual_ptr.dtype.element_ty)

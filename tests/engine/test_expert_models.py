@@ -14,7 +14,7 @@ from heads import save_tiny_head
 from paged import PROMPT, check_against_eager, run_prompt
 from quantised import quantise, quantise_experts
 from safetensors.torch import load_file, save_file
-from tiny_models import DEVICE, VOCAB, Tiny, change_tensor
+from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor
 from transformers import AutoModelForCausalLM
 from verification import HAS_KERNELS
 
@@ -240,6 +240,32 @@ def test_a_float32_router_is_one_in_a_model_of_bfloat16(tiny_model: Tiny) -> Non
     assert logits.dtype == torch.float32
     exact = x.double() @ mlp.router_layer.weight.dequantised().double().t()
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_local_experts": 4}, "gate.weight is 6 x 32; by its config it must be 4 x 32"),
+        ({"num_local_experts": 7}, "gate.weight is 6 x 32; by its config it must be 7 x 32"),
+        ({"num_experts_per_tok": 7}, "a row takes 7 of 6 experts"),
+        (
+            {"moe_intermediate_size": 16},
+            "gate_proj.weight is 24 x 32; by its config it must be 16 x 32",
+        ),
+        ("experts.3.up_proj.weight", "layers.0.mlp.experts.3.up_proj.weight"),
+        ("gate.weight", "layers.0.mlp.gate.weight"),
+    ],
+)
+def test_experts_that_differ_from_the_config_are_refused_by_name(
+    change: dict[str, object] | str, reason: str, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(tiny_model("qwen3_moe"), tmp_path / "model"))
+    if isinstance(change, str):
+        change_tensor(path, f"model.layers.0.mlp.{change}", None)
+    else:
+        change_config(path, **change)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load(path)
 
 
 def stack_experts(path: Path) -> None:

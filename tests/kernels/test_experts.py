@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as functional
 from verification import DEVICE, HAS_KERNELS
 
-from outrider.kernels.model import routing as routing_module
+from outrider.kernels.model import expert_tiles
 from outrider.kernels.model.e2m1 import MOST_EXPONENT
 from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu, expert_of
+from outrider.kernels.model.expert_tiles import tiles_reference
 from outrider.kernels.model.experts import (
     add_by_expert,
     add_experts,
@@ -19,7 +20,7 @@ from outrider.kernels.model.experts import (
 )
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
-from outrider.kernels.model.routing import Router, Routing, choose_reference, route, tiles_of
+from outrider.kernels.model.routing import Router, Routing, choose_reference, route
 from outrider.kernels.model.row_codes import Normed
 
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
@@ -182,7 +183,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(
     logits = randn(num_rows, 8)
     logits[:, 3] += 2  # of which some expert has several tiles
     got = route(logits, Router(2))
-    expected = tiles_of(got.ids, 8)
+    expected = tiles_reference(got.ids, 8)
     assert torch.equal(got.tiles.experts, expected.experts)
     assert torch.equal(got.tiles.pairs, expected.pairs)
     pairs, num_pairs = got.tiles.pairs, 2 * num_rows
@@ -191,10 +192,39 @@ def test_every_pair_is_in_one_tile_of_its_expert(
         inside = tile[tile < num_pairs]
         assert (got.ids.flatten()[inside.long()] == expert).all()
         assert (expert < 8) == bool(len(inside))
-    # More rows than one program holds are listed by torch.
-    monkeypatch.setattr(routing_module, "_AT_ONCE", 8)
-    many = route(logits, Router(2))
-    assert all(map(torch.equal, (*got[:2], *got.tiles), (*many[:2], *many.tiles)))
+    # More rows than one program holds are listed by several.
+    for at_once in (8, 32, 64):
+        monkeypatch.setattr(expert_tiles, "AT_ONCE", at_once)
+        many = route(logits, Router(2))
+        assert all(map(torch.equal, (*got[:2], *got.tiles), (*many[:2], *many.tiles)))
+
+
+@needs_kernels
+@pytest.mark.parametrize("at_once", [8, 8192])
+@pytest.mark.parametrize("num_real", [0, 1, 17, 40])
+def test_padding_rows_have_no_experts_and_change_nothing(
+    at_once: int, num_real: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_tiles, "AT_ONCE", at_once)
+    experts, x, logits = make_plain(7, 64, 48), randn(40, 64), randn(40, 7)
+    routing = route(logits, Router(3), torch.tensor([num_real], device=DEVICE))
+    assert (routing.ids[num_real:] == -1).all()
+    assert (routing.weights[num_real:] == 0).all()
+    used = routing.tiles.pairs[routing.tiles.pairs < routing.ids.numel()]
+    assert sorted(used.tolist()) == list(range(3 * num_real))
+    is_read = routing.tiles.experts < 7
+    assert set(routing.tiles.experts[is_read].tolist()) == set(
+        routing.ids[:num_real].unique().tolist()
+    )
+    alone = torch.zeros_like(x[:num_real])
+    if num_real:
+        add(alone, x[:num_real], route(logits[:num_real], Router(3)), experts)
+    together, by_reference = torch.zeros_like(x), torch.zeros_like(x)
+    add(together, x, routing, experts)
+    add_reference(by_reference, x, routing, experts)
+    torch.testing.assert_close(together[:num_real], alone)
+    assert (together[num_real:] == 0).all()
+    torch.testing.assert_close(together, by_reference)
 
 
 @needs_kernels
@@ -252,7 +282,7 @@ def test_plain_matrices_of_any_width(width: int) -> None:
 @pytest.mark.parametrize("is_plain", [False, True])
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 def test_tiles_of_every_size(size: int, is_plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing_module, "_TILES", (size,))
+    monkeypatch.setattr(expert_tiles, "_TILES", (size,))
     experts, x = (make_plain if is_plain else make)(3, 64, 64), randn(50, 64)
     routing = route(randn(50, 3), Router(2))
     assert routing.tiles.pairs.shape[1] == size

@@ -11,6 +11,7 @@ from torch import Tensor
 from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model.attention_items import list_items
 from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu
+from outrider.kernels.model.expert_tiles import Tiles
 from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.narrow_linear import narrow_linear
 from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix
@@ -18,7 +19,7 @@ from outrider.kernels.model.narrow_product import narrow_product
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.product import product
 from outrider.kernels.model.rms_norm import Norm, rms_norm
-from outrider.kernels.model.routing import Routing, Tiles
+from outrider.kernels.model.routing import Routing
 from outrider.kernels.model.row_codes import round_rows
 from outrider.kernels.model.scaled_linear import scaled_linear
 from outrider.kernels.model.split_product import add_parts

@@ -163,8 +163,7 @@ class ExpertMLP(Part):
     """The sum over a row's experts of weight * down(glu(gate_up(x))); see `kernels/model/experts`.
 
     A shared expert, which all rows have, is added to that: shared_down(silu(gate) * up), times the
-    sigmoid of the router's last output if it is gated. Padding rows are computed like the others,
-    so their experts are read, too.
+    sigmoid of the router's last output if it is gated. Padding rows have no experts of their own.
     """
 
     router_layer: Linear  # an output for each expert, and one for the shared expert's gate
@@ -242,7 +241,8 @@ class ExpertMLP(Part):
             normed = x if self.norm is None else rms_norm(x, self.norm)
         assert isinstance(normed, Tensor)
         logits = self.router_layer(normed)
-        routing = self.choice or route(self._of_experts(logits), self.router)
+        num_rows = batch.rows.cu_seqlens_q[-1:]
+        routing = self.choice or route(self._of_experts(logits), self.router, num_rows)
         gate_up, down = self.gate_up, self.down
         gated = gate_up.weight.gated(normed, routing, gate_up.bias, self.glu)
         if self.shared_gate_up is not None and self.shared_down is not None:
