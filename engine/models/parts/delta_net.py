@@ -79,7 +79,7 @@ class DeltaNet(Part):
     order: Tensor | None = field(default=None, kw_only=True)  # of the inputs' columns
 
     def __post_init__(self) -> None:
-        self.norm = self.inputs.weight.before(self.norm)
+        self.norm = self.norm and self.inputs.weight.before(self.norm)
 
     @staticmethod
     def read(
