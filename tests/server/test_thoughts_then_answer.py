@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import scripted_client
 from asgi import Reply, post
-from grammars import compile_grammar
+from grammars import compile_grammar, fitting
 from served import Served
 from tokenizers_for_tests import byte_level_wrapper
 
@@ -65,7 +65,7 @@ def fits(served: Served, compiler: GrammarCompiler, text: str) -> bool:
     grammar = served.client.submitted[-1][0].params.grammar
     assert grammar is not None
     ids = [*served.tokenizer.encode(text, add_special_tokens=False), EOS]
-    return compile_grammar(compiler, grammar).fitting(ids) == ids
+    return fitting(compile_grammar(compiler, grammar), ids) == ids
 
 
 JSON = '{"a": 1}'
