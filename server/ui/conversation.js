@@ -14,7 +14,8 @@ export class Turn {
   /** `on` has what the page does: step(turn, number), regenerate(), resume(turn), edit(turn). */
   constructor({ mode, prompt, model }, on) {
     Object.assign(this, { mode, prompt, model });
-    this.text = this.reasoning = this.outcome = "";
+    this.text = this.reasoning = "";
+    this.outcome = null; // until it ends
     this.isCut = false; // ended before the model did, so it can be continued
     this.numSteps = 0; // before the request that runs now
     this.startS = 0; // of that request, after the first one
@@ -101,7 +102,7 @@ export function keep() {
   for (const withSteps of [true, false]) {
     const kept = turns.map(({ mode, prompt, model, text, reasoning, outcome, isCut, tokens }) => ({
       mode, prompt, model, text, reasoning, isCut,
-      outcome: outcome || "Interrupted.",
+      outcome: outcome ?? "Interrupted.",
       steps: withSteps ? tokens.steps.map(withoutOdds) : [],
     }));
     try {

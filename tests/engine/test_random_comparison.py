@@ -45,8 +45,11 @@ KINDS = (
 )
 # Of 9 kinds: 117 requests, and 2,250 more.
 CASES: list[Any] = [(kind, 0, 13) for kind in KINDS]
+# Of each kind 250 requests in all; what the sweep leaves to `make deep` takes minutes as well.
 CASES += [
-    pytest.param(kind, seed, 50, marks=pytest.mark.deep) for kind in KINDS for seed in range(1, 6)
+    pytest.param(kind, seed, 50, marks=pytest.mark.deep if seed < 3 else pytest.mark.sweep)
+    for kind in KINDS
+    for seed in range(1, 6)
 ]
 
 
@@ -231,4 +234,5 @@ def test_answers_are_those_of_plain_decoding(
     stats = engine.stats()
     if num_requests >= 50:
         assert 0 < sum(stats.accepted_per_position) < sum(stats.drafted_per_position)
-        assert stats.preemptions > 0 < stats.cached_tokens
+        assert stats.preemptions > 0
+        assert (stats.cached_tokens > 0) == (kind != "hybrid")  # whose prefixes are not cached

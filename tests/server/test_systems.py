@@ -48,7 +48,7 @@ from importlib.machinery import PathFinder
 import pytest
 
 HAS = {"torch", "triton", "transformers", "safetensors", "tokenizers", "jinja2", "psutil"}
-HAS |= {"huggingface-hub", "typing-extensions", "numpy"}
+HAS |= {"huggingface-hub", "typing-extensions", "numpy", "regex"}
 named = [each for each in importlib.metadata.requires("outrider") if "extra" not in each]
 missing = {re.match("[a-z-]+", each)[0] for each in named} - HAS
 missing = {name.replace("-", "_") for name in missing} | {"zmq"}
