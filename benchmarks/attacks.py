@@ -408,8 +408,8 @@ def run(name: str, target: Target, pid: int | None) -> list[str]:
     target.deadline_s = time.monotonic() + target.limit_s
     with Watch(target, pid) as watch:
         ATTACKS[name](target)
-    told = ", ".join(f"{count} × {what}" for what, count in sorted(target.answers.items()))
-    row = [name, told, f"{max(watch.waits_s):.2f} s"]
+    answers = ", ".join(f"{count} × {what}" for what, count in sorted(target.answers.items()))
+    row = [name, answers, f"{max(watch.waits_s):.2f} s"]
     if pid is not None:
         most, left = watch.most_bytes - watch.first_bytes, watch.last_bytes - watch.first_bytes
         row += [f"{most / MB:.0f} MB", f"{left / MB:.0f} MB", f"{watch.cpu_s:.1f} s"]

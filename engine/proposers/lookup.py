@@ -39,7 +39,7 @@ Wished = list[tuple[ScheduledRequest, list[int]]]
 class _Line:
     """What the text of one request has had next, and how often that came true.
 
-    It is told by the tokens that come, whoever drafted them, and even if nobody did.
+    It learns from the tokens that come, whoever drafted them, and even if nobody did.
     """
 
     def __init__(self, text: Text, hits: Hits) -> None:

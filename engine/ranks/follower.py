@@ -49,15 +49,15 @@ class Connection:
             os._exit(1)
 
 
-def follow(connection: Connection, told: dict[str, Any]) -> None:
+def follow(connection: Connection, settings: dict[str, Any]) -> None:
     """Load, then do what rank 0 says, for ever."""
     from .target_share import TargetShare
 
-    share = TargetShare(told)
+    share = TargetShare(settings)
     connection.send(Op.ANSWER, np.array([share.target.batch_invariant], dtype=np.int64))
     op, _, _ = connection.receive()
     assert op == Op.JOIN
-    share.join(Path(told["meeting"]))
+    share.join(Path(settings["meeting"]))
     while True:
         answer = perform(share, *connection.receive())
         if answer is not None:
@@ -90,10 +90,10 @@ def perform(share: "TargetShare", op: Op, shape: Shape, integers_np: np.ndarray)
 def main() -> None:
     logging.disable(logging.CRITICAL)
     connection = Connection(socket.socket(fileno=int(sys.argv[1])))
-    told = json.loads(leave_with_parent(lambda: __import__("torch")))
+    settings = json.loads(leave_with_parent(lambda: __import__("torch")))
     threading.Thread(target=connection.beat, name="heartbeat", daemon=True).start()
     try:
-        follow(connection, told)
+        follow(connection, settings)
     except EOFError:  # rank 0 has gone
         os._exit(1)
     except Exception as error:

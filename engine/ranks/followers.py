@@ -226,7 +226,7 @@ class _Follower:
 
 def _line(rank: int, config: EngineConfig, folder: Path) -> bytes:
     """What a follower must know, as a line of JSON."""
-    told = {
+    settings = {
         "rank": rank,
         "meeting": str(folder / "meeting"),
         "target": asdict(config.target),
@@ -236,7 +236,7 @@ def _line(rank: int, config: EngineConfig, folder: Path) -> bytes:
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "num_threads": config.num_threads,
     }
-    return json.dumps(told).encode() + b"\n"
+    return json.dumps(settings).encode() + b"\n"
 
 
 def _end(followers: list[_Follower], folder: Path, lost: _Loss) -> None:

@@ -29,20 +29,20 @@ class TargetShare:
 
     slots: Slots
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        """Load it. `told` is the line from `Followers`."""
-        target = ModelConfig(**told["target"])
-        rank, self.device = told["rank"], torch.device(told["device"])
-        self._utilization = told["gpu_memory_utilization"]
+    def __init__(self, settings: dict[str, Any]) -> None:
+        """Load it. `settings` is the line from `Followers`."""
+        target = ModelConfig(**settings["target"])
+        rank, self.device = settings["rank"], torch.device(settings["device"])
+        self._utilization = settings["gpu_memory_utilization"]
         if self.device.type == "cuda":
             self.device = torch.device("cuda", rank)
             torch.cuda.set_device(self.device)
-        set_threads(told["num_threads"], target.tensor_parallel, self.device)
+        set_threads(settings["num_threads"], target.tensor_parallel, self.device)
         config = EngineConfig(
             target=target,
             device=str(self.device),
-            batch_invariant=told["batch_invariant"],
-            cache=CacheConfig(dtype=told["cache_dtype"]),
+            batch_invariant=settings["batch_invariant"],
+            cache=CacheConfig(dtype=settings["cache_dtype"]),
         )
         self._group = Group(rank, target.tensor_parallel)
         decoder = load_target(config, share=Share(rank, target.tensor_parallel))

@@ -137,6 +137,15 @@ def test_a_stopped_turn_stays_in_the_conversation_also_after_a_reload(page: Page
     assert page.all(".turn") == []
 
 
+def test_an_answer_that_ended_by_itself_is_no_interrupted_one_after_a_reload(page: Page) -> None:
+    ask(page, max_tokens=60, stop="e")
+    assert finished(page).startswith("Done")
+    page.open()
+    page.wait_for("#state", "ready")
+    assert len(page.all(".turn")) == 1
+    assert page.text(".turn > .note") == ""
+
+
 def test_only_the_selected_answer_has_marks(page: Page) -> None:
     for _ in range(2):
         ask(page, mode="completion", max_tokens=30)
