@@ -143,7 +143,7 @@ class Worker:
     def tell_ranks(self, op: Op) -> None:
         """Have the other ranks of the target do something, if there are any."""
         if self.followers is not None:
-            self.followers.tell(op)
+            self.followers.send(op)
 
     def fewest_pages(self, num_pages: int) -> int:
         """How many pages all ranks have room for, of which this one has it for `num_pages`."""

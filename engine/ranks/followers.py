@@ -76,14 +76,14 @@ class Followers:
         """
         assert isinstance(target, Decoder)
         keep_bits = [bool(answer) for answer in self._answers()]
-        self.tell(Op.JOIN)
+        self.send(Op.JOIN)
         try:
             self.group.join(self._folder / "meeting", target.device)
         except RuntimeError as error:
             raise self.cause_of(error) from error
         self._lost.is_final = True
         target.batch_invariant &= all(keep_bits)
-        return SharedDecoder(target, self.group, self.tell, self.cause_of)
+        return SharedDecoder(target, self.group, self.send, self.cause_of)
 
     def bind(self, slots: Slots, num_pages: Sequence[int]) -> None:
         """Have them allocate the same slots, and as many pages of each group of layers."""
@@ -96,8 +96,8 @@ class Followers:
             slots.max_drawn,
             *num_pages,
         ]
-        self.tell(Op.BIND, integers_np=np.array(numbers))
-        slots.on_pages = lambda entries_np: self.tell(Op.PAGES, (), entries_np)
+        self.send(Op.BIND, integers_np=np.array(numbers))
+        slots.on_pages = lambda entries_np: self.send(Op.PAGES, (), entries_np)
 
     def watched(self, report: ReportProgress) -> ReportProgress:
         """`report`, which also raises RankError once one of them could not start."""
@@ -114,9 +114,9 @@ class Followers:
         """Inside, this rank compiles by itself; the others afterwards, when all is in the cache."""
         with self.group.apart():
             yield
-        self.tell(Op.COMPILE, (), np.array([most_rows]))
+        self.send(Op.COMPILE, (), np.array([most_rows]))
 
-    def tell(self, op: Op, shape: Shape = (), integers_np: np.ndarray = NONE_NP) -> None:
+    def send(self, op: Op, shape: Shape = (), integers_np: np.ndarray = NONE_NP) -> None:
         """Raises RankLostError if one of them is lost."""
         try:
             for follower in self._followers:
@@ -125,7 +125,7 @@ class Followers:
             raise self.cause_of(error) from error
 
     def ask(self, op: Op) -> list[np.ndarray]:
-        self.tell(op)
+        self.send(op)
         return self._answers()
 
     def _answers(self) -> list[np.ndarray]:

@@ -28,7 +28,7 @@ from ..state.phase import Phase, Shape
 from .group import Group
 from .wire import Op
 
-Tell = Callable[[Op, Shape, np.ndarray], None]
+Send = Callable[[Op, Shape, np.ndarray], None]
 CauseOf = Callable[[Exception], Exception]
 
 
@@ -39,15 +39,15 @@ class SharedDecoder(Decoder):
         self,
         decoder: Decoder,
         group: Group,
-        tell: Tell | None = None,
+        send: Send | None = None,
         cause_of: CauseOf = lambda error: error,
     ) -> None:
         """Take over a decoder of this rank's share.
 
-        On rank 0, `tell` reaches the others, and `cause_of` knows what made a pass fail.
+        On rank 0, `send` reaches the others, and `cause_of` knows what made a pass fail.
         """
         vars(self).update(vars(decoder))
-        self._group, self._tell, self._cause_of = group, tell, cause_of
+        self._group, self._send, self._cause_of = group, send, cause_of
         self.change_linears(self._summed)
 
     def _summed(self, layer: Layer[Matrix]) -> Layer[Matrix]:
@@ -61,9 +61,9 @@ class SharedDecoder(Decoder):
 
     @functools.cached_property
     def _phase(self) -> Phase[Pass]:
-        if self._tell is None:
+        if self._send is None:
             return Phase(self.run, self.device)
-        return ToldPhase(self.run, self.device, self._group, self._tell, self._cause_of)
+        return FollowedPhase(self.run, self.device, self._group, self._send, self._cause_of)
 
     def run(self, packed: Tensor, shape: Shape) -> Pass:
         # Only the slots of rank 0 know how far sequences have come, and their tokens.
@@ -79,7 +79,7 @@ class SharedDecoder(Decoder):
         return Pass(x)
 
 
-class ToldPhase(Phase[Pass]):
+class FollowedPhase(Phase[Pass]):
     """A phase that all ranks run: whatever rank 0 does with it, it has the others do."""
 
     def __init__(
@@ -87,15 +87,15 @@ class ToldPhase(Phase[Pass]):
         body: Callable[[Tensor, Shape], Pass],
         device: torch.device,
         group: Group,
-        tell: Tell,
+        send: Send,
         cause_of: CauseOf,
     ) -> None:
         super().__init__(body, device)
-        self._group, self._tell, self._cause_of = group, tell, cause_of
+        self._group, self._send, self._cause_of = group, send, cause_of
 
     def __call__(self, integers_np: np.ndarray, shape: Shape, *tensors: Tensor) -> Pass:
         if not self._group.is_apart:
-            self._tell(Op.RUN, shape, integers_np)
+            self._send(Op.RUN, shape, integers_np)
         try:
             return super().__call__(integers_np, shape, *tensors)
         except RuntimeError as error:  # of gloo, for example
@@ -104,7 +104,7 @@ class ToldPhase(Phase[Pass]):
     def capture(
         self, integers_np: np.ndarray, shape: Shape, tensors: Sequence[Tensor] = ()
     ) -> Pass:
-        self._tell(Op.CAPTURE, shape, integers_np)
+        self._send(Op.CAPTURE, shape, integers_np)
         return super().capture(integers_np, shape, tensors)
 
 
