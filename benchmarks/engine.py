@@ -5,23 +5,23 @@
 
 Needs torch, triton and transformers only. Prompts are random token ids, 128 of them, and 256 tokens
 are decoded, as in the tables of other engines this is compared with. Every line decodes the same
-sequences, `--sequences` at least, one batch after the other: the share of drafts that stand varies
+sequences, `--sequences` at least, one batch after the other: the share of accepted drafts varies
 from one sequence to the next (at k = 4 its standard deviation is 0.04). One engine serves all k,
 which every request names for itself; the best k of each line is found by measuring all up to
 --best-of.
 
 Tokens/s and a step's time are those of steps whose batch is full, until the first of its sequences
 ends: what a server gives that has so many at all times. "To end" goes on until the last one has
-ended, as a fixed set of prompts is timed: sequences whose drafts stand more often end earlier, and
+ended, as a fixed set of prompts is timed: sequences with more accepted drafts end earlier, and
 the rest is decoded in smaller batches, which plain decoding never does. The best k is best by
 tokens/s. "Prefill too" is to the end as well, the clock started before the prompts.
 
 DRAFT is a model, a head, or mtp: the head in the target's own checkpoint. --k and --best-of must
-not go beyond what a head drafts. With --tokens-a-step that many tokens stand in a step on the
+not go beyond what a head drafts. With --tokens-a-step a step gives that many tokens on the
 average, each draft with the same chance, whatever draft and target say: it times a head of random
 weights, whose drafts nobody would accept. Nothing else changes: drafts are drawn and verified as
 ever, and then the verdict is replaced. Such tables say so in their first line. With --at-k that
-many stand in a step of this k, and more in one of more drafts, as with a real head.
+many are accepted in a step of this k, and more in one of more drafts, as with a real head.
 
 The floor is that of the weights that a step reads once. Draft, target and verify are the GPU's time
 for their graphs in steps of a full batch, measured in a second pass over the same text with a pause

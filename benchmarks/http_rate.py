@@ -23,7 +23,7 @@ from rich.table import Table
 from serving import Serving, serving
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 256
-LEAST_STREAMS = 8  # how many drafts of one stream stand varies by 5%
+LEAST_STREAMS = 8  # how many drafts of one stream are accepted varies by 5%
 
 
 async def stream(server: Serving, seed: int, k: int | None) -> float:

@@ -116,7 +116,7 @@ def make_inputs(target: torch.Tensor, draft: torch.Tensor, mode: Mode, seed: int
     kept = draft, torch.empty(batch, k, 4, device=DEVICE)
     for j in range(k):
         offset = torch.full_like(slot, j)
-        kernels.draft_sample(draft[:, j], slots, slot, offset, kept, vocab)
+        kernels.draw_draft(draft[:, j], slots, slot, offset, kept, vocab)
     return Inputs(
         target,
         torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * (k + 1),
@@ -137,9 +137,9 @@ def make_sets(batch: int, k: int, vocab: int, flat: bool) -> list[tuple[torch.Te
 
 def run_draft(x: Inputs, mode: Mode) -> torch.Tensor:
     first = x.slots.num_tokens  # 0, and so the first draft's offset
-    return kernels.draft_sample(
+    return kernels.draw_draft(
         x.target[: len(x.slot)], x.slots, x.slot, first, None, x.target.shape[1],
-        filters=mode.filters, samples=mode.temperature > 0,
+        filters=mode.filters, draws=mode.temperature > 0,
     )  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def run_verify(x: Inputs, mode: Mode) -> torch.Tensor:
     x.slots.token_ids.copy_(x.drafts)
     return kernels.verify(
         x.target, x.cu_rows, x.slots, x.slot, x.num_drafts, x.drafts.shape[1] - 1, x.kept,
-        x.target.shape[1], filters=mode.filters, samples=mode.temperature > 0,
+        x.target.shape[1], filters=mode.filters, draws=mode.temperature > 0,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Verification whose verdict is set beforehand: what a head of random weights is timed with.
 
-Every draft stands with the same chance, given that those before it do, so that a step gives the
-asked number of tokens on the average: with any k, or with the k that is named, so that more drafts
+Every draft is accepted with the same chance, given that those before it are, so that a step gives
+the asked number of tokens on the average: with any k, or with the named k, so that more drafts
 bring more tokens. The kernels run as ever; then their verdict is replaced.
 """
 
@@ -112,14 +112,14 @@ def _verdict_kernel(
     x = x & 0xFFFFFFFF
     uniform = (((x ^ (x >> 16)) & 0xFFFFFF).to(tl.float32) + 0.5) / (1 << 24)
     num_drafts = tl.load(num_drafts_ptr + i)
-    stand = (tl.log(uniform) / tl.load(log_chance_ptr + num_drafts)).to(tl.int32)
-    stand = tl.minimum(stand, num_drafts)
+    accepted = (tl.log(uniform) / tl.load(log_chance_ptr + num_drafts)).to(tl.int32)
+    accepted = tl.minimum(accepted, num_drafts)
     column = tl.arange(0, COLUMNS)
     drafts = tl.load(drafts_ptr + i * k + column, mask=column < k, other=0)
     last = tl.load(out_ptr + i * (k + 2))
     tl.debug_barrier()
-    token_ids = tl.where(column < stand, drafts, tl.where(column == stand, last, -1))
+    token_ids = tl.where(column < accepted, drafts, tl.where(column == accepted, last, -1))
     tl.store(out_ptr + i * (k + 2) + column, token_ids, mask=column <= k)
     at = token_ids_ptr + slot * token_ids_stride + anchor + column
     tl.store(at, tl.maximum(token_ids, 0).to(tl.int32), mask=column <= k)
-    tl.store(num_tokens_ptr + slot, anchor + stand + 1, mask=anchor > 0)
+    tl.store(num_tokens_ptr + slot, anchor + accepted + 1, mask=anchor > 0)

@@ -62,8 +62,8 @@ notices, where it came with any, lie beside this file and hold for the head.
 |---|---|---|
 {drafts}
 
-Measured over {num_tokens} tokens, each draft behind the target's own text. If drafts stand as often
-one behind the other, a step of {k} greedy drafts gives {tokens:.2f} tokens.
+Measured over {num_tokens} tokens, each draft behind the target's own text. If drafts are accepted
+as often one behind the other, a step of {k} greedy drafts gives {tokens:.2f} tokens.
 
 ## Data
 

@@ -48,20 +48,20 @@ _IDLE_S = 0.005  # how long to wait for a grammar when nothing else can run
 class Engine:
     """A draft/target pair on one device, decoding many sequences at once. Not thread-safe."""
 
-    def __init__(self, config: EngineConfig, progress: ReportProgress = ignore_progress) -> None:
+    def __init__(self, config: EngineConfig, report: ReportProgress = ignore_progress) -> None:
         start_s = time.perf_counter()
         # First, so that a bad spec fails before minutes of loading.
         self._processors = ProcessorRegistry(config.logits_processors)
         self._config = config
-        self.worker = worker = Worker(config, progress)
+        self.worker = worker = Worker(config, report)
         pair = worker.pair
         self._grammars = _grammar_compiler(config, pair.vocab_size)
         self._in_flight: LaunchedStep | None = None  # launched, not read yet
         self._pace = Pace()
         self._read_s = 0.0  # when the last step was read; the device began the next one then
         loaded_s = time.perf_counter()
-        self._begin(*make_ready(worker, config, progress))
-        progress("ready", 1, 1)
+        self._begin(*make_ready(worker, config, report))
+        report("ready", 1, 1)
         self._load_s, self._warm_up_s = loaded_s - start_s, 0.0
         self.count_warm_up(time.perf_counter() - loaded_s)
 

@@ -189,12 +189,11 @@ class Worker:
     def capture(self, report: ReportProgress) -> None:
         """Capture the phases of a step as CUDA graphs."""
         gc.collect()  # frees the memory of an engine that was used before
-        progress = partial(report, "capturing the target's graphs")
         logits = self.pair.target.capture(
             self.slots.max_drawn + 1,
             self._most_rows,
             True,
-            progress,
+            partial(report, "capturing the target's graphs"),
             most_rows_per_seq=self.slots.max_drafts + 1,
         )
         for source in self.proposer.sources:  # after the target: a head's graphs read its taps

@@ -73,7 +73,7 @@ def import_what_tests_need(interpreted: bool) -> None:
 
 
 def in_room(file: str) -> str:
-    """Where a file is; of kernels and their tests the name alone is told."""
+    """Where a file is; of kernels and their tests the name alone is shown."""
     if "/" in file:
         return file
     if file.startswith("test_"):

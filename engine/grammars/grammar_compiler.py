@@ -50,7 +50,7 @@ class GrammarCompiler:
             max_step_items,
         )
         self._zygote = Zygote(table)
-        self._slots = Semaphore(MAX_COMPILES_AT_ONCE)
+        self._compiling = Semaphore(MAX_COMPILES_AT_ONCE)
         self._lock = Lock()
         # Both: the latest use last. The salt comes first, as in the prefix cache: otherwise times
         # would show whether another client uses the same grammar.
@@ -107,7 +107,7 @@ class GrammarCompiler:
         future: Future[Verdict] = Future()
 
         def run() -> None:
-            with self._slots:
+            with self._compiling:
                 if future.set_running_or_notify_cancel():
                     try:
                         result = work()

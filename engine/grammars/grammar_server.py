@@ -262,7 +262,7 @@ def _end_with(lifeline: socket.socket) -> None:
 
 def _leave_last_words(lifeline: socket.socket) -> None:
     """Have this process write to its lifeline as it dies of its own grammar, so that the engine can
-    tell this from being ended from outside. Must be called on the thread that may overflow.
+    see that it was not ended from outside. Must be called on the thread that may overflow.
     """
     faulthandler.enable(lifeline.fileno(), all_threads=False)
     for number in (signal.SIGPROF, signal.SIGALRM):

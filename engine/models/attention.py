@@ -35,7 +35,7 @@ class KVPages(NamedTuple):
 class Rope(NamedTuple):
     """Rotary embedding of positions: angles are position * inv_freq."""
 
-    inv_freq: Tensor  # [rotary_dim / 2] float32; the first rotary_dim of a head are rotated
+    inv_freq: Tensor  # [rotary_dim / 2] float32; the first rotary_dim of a key head are rotated
     scaling: float  # of cos and sin
 
 

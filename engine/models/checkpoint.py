@@ -25,7 +25,7 @@ from .weights import Axis, Dense, Linear, Matrix, RoundedInputs
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]  # is called with (tensors read, tensors in all)
+ReportCounts = Callable[[int, int], None]  # is called with (tensors read, tensors in all)
 # (checkpoint, name of a layer) -> its matrix, or None if the layer is not quantised. Raises
 # UnsupportedModelError.
 Read = Callable[["Checkpoint", str], NarrowMatrix | None]
@@ -54,9 +54,9 @@ class AnyCheckpoint(ABC):
     _num_tensors: int
     share: Share = WHOLE
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, report: ReportCounts) -> None:
         self.dtype, self.device = dtype, device
-        self._progress = progress
+        self._report = report
         self._names_read: set[str] = set()
         self.tensors: dict[str, Tensor] = {}
         self.lent: list[Lent] = []
@@ -145,7 +145,7 @@ class AnyCheckpoint(ABC):
     def _count(self, name: str) -> None:
         if name not in self._names_read:
             self._names_read.add(name)
-            self._progress(len(self._names_read), self._num_tensors)
+            self._report(len(self._names_read), self._num_tensors)
 
 
 class Checkpoint(AnyCheckpoint):
@@ -156,7 +156,7 @@ class Checkpoint(AnyCheckpoint):
         folder: Path,
         dtype: torch.dtype,
         device: torch.device,
-        progress: Progress,
+        report: ReportCounts,
         *,
         read: Read | None = None,
         share: Share = WHOLE,
@@ -167,7 +167,7 @@ class Checkpoint(AnyCheckpoint):
 
         Raises WeightFileError if files are missing or damaged.
         """
-        super().__init__(dtype, device, progress)
+        super().__init__(dtype, device, report)
         self._read, self.share = read, share
         # Only our Triton kernels multiply by narrow matrices; elsewhere they are unpacked.
         self.keeps_narrow = uses_triton(torch.empty(0, device=device))

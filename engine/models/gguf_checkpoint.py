@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
-from .checkpoint import EMBEDDING, AnyCheckpoint, Progress, check_shape
+from .checkpoint import EMBEDDING, AnyCheckpoint, ReportCounts, check_shape
 from .gguf_file import FILE_NAME, GgufFile
 from .weights import Axis, Dense, Matrix, Tiles
 
@@ -100,9 +100,9 @@ class GgufCheckpoint(AnyCheckpoint):
     """
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress
+        self, folder: Path, dtype: torch.dtype, device: torch.device, report: ReportCounts
     ) -> None:
-        super().__init__(dtype, device, progress)
+        super().__init__(dtype, device, report)
         self._file = GgufFile(folder / FILE_NAME)
         self._num_tensors = len({*self._file.names} - _ROPE_FACTORS)
         self._keeps_width = device.type == "cpu" and compiled() is not None
@@ -154,7 +154,7 @@ class GgufCheckpoint(AnyCheckpoint):
 
 
 def _unpermuted(rows: Tensor, num_heads: int) -> Tensor:
-    """Rows in transformers' order: RoPE rotates halves of a head there, pairs in the file."""
+    """Rows in transformers' order: RoPE rotates halves of a key head there, pairs in the file."""
     pairs: Tensor = rows.unflatten(0, (num_heads, -1, 2))
     return pairs.transpose(1, 2).flatten(0, 2)
 

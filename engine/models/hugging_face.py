@@ -23,7 +23,7 @@ from outrider.kernels.model.rope import store
 from ..config import ModelConfig
 from .admission import UnsupportedModelError
 from .attention import ForwardBatch, PagedAttention
-from .checkpoint import Progress
+from .checkpoint import ReportCounts
 from .network import Network, Pass
 from .pretrained import load_pretrained
 from .weights import Dense, Linear, packed
@@ -42,7 +42,7 @@ class HuggingFaceModel(Network):
         hf_config: PreTrainedConfig,
         dtype: torch.dtype,
         device: torch.device,
-        progress: Progress,
+        report: ReportCounts,
         *,
         rounds: bool,
     ) -> None:
@@ -55,7 +55,7 @@ class HuggingFaceModel(Network):
         self._num_calls = 0
         name = _NAME.format(next(_numbers))
         AttentionInterface.register(name, self._attend)
-        with _weights_counted(progress), _own_attention_explained(name):
+        with _weights_counted(report), _own_attention_explained(name):
             model = load_pretrained(
                 Path(config.path),
                 hf_config,
@@ -273,11 +273,11 @@ def _own_attention_explained(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _weights_counted(progress: Progress) -> Iterator[None]:
-    """Have transformers report loaded weights to `progress` instead of drawing a progress bar."""
+def _weights_counted(report: ReportCounts) -> Iterator[None]:
+    """Have transformers report loaded weights to `report` instead of drawing a progress bar."""
 
     def hook(make_bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _counted(args[0], progress) if args else make_bar(*args, **kwargs)
+        return _counted(args[0], report) if args else make_bar(*args, **kwargs)
 
     transformers_logging.disable_progress_bar()
     previous = transformers_logging.set_tqdm_hook(hook)
@@ -287,7 +287,7 @@ def _weights_counted(progress: Progress) -> Iterator[None]:
         transformers_logging.set_tqdm_hook(previous)
 
 
-def _counted(items: Collection[Any], progress: Progress) -> Iterator[Any]:
+def _counted(items: Collection[Any], report: ReportCounts) -> Iterator[Any]:
     for done, item in enumerate(items):
-        progress(done, len(items))
+        report(done, len(items))
         yield item

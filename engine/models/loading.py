@@ -24,7 +24,7 @@ from .admission import (
 )
 from .architectures import load_config
 from .batch_invariance import make_batch_invariant
-from .checkpoint import EMBEDDING, OUTPUT_LAYER, AnyCheckpoint, Checkpoint, Progress, Read
+from .checkpoint import EMBEDDING, OUTPUT_LAYER, AnyCheckpoint, Checkpoint, Read, ReportCounts
 from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
 from .families import FAMILIES, build, why_unknown
@@ -50,7 +50,7 @@ DRAFTED_TOKENS = "draft_tokens.json"
 def load_network(
     config: ModelConfig,
     device: torch.device,
-    progress: Progress = ignore_progress,
+    report: ReportCounts = ignore_progress,
     *,
     is_draft: bool = False,
     batch_invariant: bool | None = False,
@@ -66,7 +66,7 @@ def load_network(
     compared with transformers' code, and its blocks add no other's. Raises UnsupportedModelError
     saying why a model is refused.
     """
-    progress(0, 0)
+    report(0, 0)
     if not (Path(config.path) / "config.json").is_file():
         raise UnsupportedModelError(f"{config.path} is no model directory: it has no config.json")
     hf_config = load_config(config.path, trust_remote_code=config.trust_remote_code)
@@ -84,7 +84,7 @@ def load_network(
             hf_config,
             dtype,
             device,
-            progress,
+            report,
             is_draft,
             batch_invariant,
             cache_dtype,
@@ -154,7 +154,7 @@ class _Loader:
     hf_config: PreTrainedConfig
     dtype: torch.dtype
     device: torch.device
-    progress: Progress
+    report: ReportCounts
     is_draft: bool
     batch_invariant: bool | None
     cache_dtype: torch.dtype | None
@@ -173,7 +173,7 @@ class _Loader:
             if transformers_arguments(folder):
                 if rounds:
                     return None, "it is a GGUF file, whose weights are rounded already"
-                checkpoint = GgufCheckpoint(folder, self.dtype, self.device, self.progress)
+                checkpoint = GgufCheckpoint(folder, self.dtype, self.device, self.report)
             else:
                 read = quantised[1] if quantised else None
                 if rounds and self.is_draft:  # its layers are small: rounding inputs costs too much
@@ -184,7 +184,7 @@ class _Loader:
                     folder,
                     self.dtype,
                     self.device,
-                    self.progress,
+                    self.report,
                     read=read,
                     share=self.share,
                     renamed=FAMILIES[self.hf_config.model_type].renamed,
@@ -242,7 +242,7 @@ class _Loader:
                 self.hf_config,
                 self.dtype,
                 self.device,
-                self.progress,
+                self.report,
                 rounds=rounds_weights(self.config, self.is_draft),
             )
         except (UnsupportedModelError, torch.OutOfMemoryError):
@@ -255,9 +255,7 @@ class _Loader:
         return network
 
     def _set_up(self, network: Network) -> None:
-        """Tell a network what it is, and make the bits of its rows independent of the batch if that
-        is wanted.
-        """
+        """Name a network, and make its rows independent of the batch if that is wanted."""
         wanted, path = self.batch_invariant, self.config.path
         network.name = self.hf_config.model_type
         network.max_positions = max_positions(self.hf_config)

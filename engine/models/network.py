@@ -20,7 +20,7 @@ from ..state.ragged import NONE_NP
 from ..state.slots import Slots
 from .admission import UnsupportedModelError
 from .attention import ForwardBatch, PagedAttention
-from .checkpoint import Progress
+from .checkpoint import ReportCounts
 from .slot_state import SlotState
 from .weights import Linear
 
@@ -190,7 +190,7 @@ class Network(PagedLayers):
         rows_per_seq: int,
         most_rows: int,
         every_row_has_logits: bool,
-        progress: Progress,
+        report: ReportCounts,
         *,
         most_rows_per_seq: int = 0,
     ) -> Tensor:
@@ -213,7 +213,7 @@ class Network(PagedLayers):
         num_logits = max(logits for _, _, logits in shapes)
         self.reserve_logits(num_logits)
         for done, shape in enumerate(shapes):
-            progress(done, len(shapes))
+            report(done, len(shapes))
             empty = HostBatch.build(NONE_NP, NONE_NP, NONE_NP, NONE_NP)
             packed = empty.packed(shape[0], self._slots.dummy)
             try:

@@ -11,7 +11,7 @@ from outrider.kernels._dispatch import uses_triton
 from ..api import ReportProgress, ignore_progress
 from ..config import EngineConfig
 from ..state.slots import Slots
-from .checkpoint import Progress
+from .checkpoint import ReportCounts
 from .groups import grouped
 from .heads.config import HeadError, head_kind
 from .heads.head import Head
@@ -41,14 +41,14 @@ def _cache_dtype(name: str, device: torch.device) -> torch.dtype | None:
 
 
 def load_target(
-    config: EngineConfig, progress: Progress = ignore_progress, share: Share | None = None
+    config: EngineConfig, report: ReportCounts = ignore_progress, share: Share | None = None
 ) -> Network:
     """The target or, if ranks share it, the share of one; of the first, unless it is given."""
     device = torch.device(config.device)
     return load_network(
         config.target,
         device,
-        progress,
+        report,
         batch_invariant=config.batch_invariant,
         cache_dtype=_cache_dtype(config.cache.dtype, device),
         share=share or Share(0, config.target.tensor_parallel),
@@ -77,14 +77,14 @@ class ModelPair:
         speculation = config.speculation
         drafts = "draft_model" in speculation.sources and speculation.max_drafts > 0
         if drafts and config.draft is not None:
-            progress = partial(report, "loading the draft")
+            report_draft = partial(report, "loading the draft")
             if config.draft.is_mtp or head_kind(config.draft.path):
-                self.head = load_head(config.draft, self.target, config.target.path, progress)
+                self.head = load_head(config.draft, self.target, config.target.path, report_draft)
                 _check_num_drafts(self.head, config)
                 self._layers["head"] = self.head
             else:
                 self.draft = load_network(
-                    config.draft, device, progress, is_draft=True, cache_dtype=cache_dtype
+                    config.draft, device, report_draft, is_draft=True, cache_dtype=cache_dtype
                 )
                 self._layers["draft"] = self.draft
         self.vocab_size = config.vocab_size or self.target.vocab_size

@@ -110,11 +110,11 @@ class EngineClient(ABC):
     the engine was ready.
     """
 
-    def __init__(self, progress: ReportProgress = ignore_progress) -> None:
+    def __init__(self, report: ReportProgress = ignore_progress) -> None:
         self.state: EngineState = "starting"
         self.status_reason: str | None = None
         self.info: EngineInfo | None = None
-        self._progress = progress
+        self._report = report
         self._connection: Connection[FromEngine] | None = None  # while there is an engine
         self._up: asyncio.Future[EngineInfo] | None = None  # awaited by `start`
         self._last_words = ""  # the reason, if the engine said that it cannot go on
@@ -210,7 +210,7 @@ class EngineClient(ABC):
             case Refused(submission_id, reason, text):
                 self._submitted.pop(submission_id).fail(_REFUSALS[reason](text))
             case Loading(stage, done, total):
-                self._progress(stage, done, total)
+                self._report(stage, done, total)
             case Ready(info):
                 self.info, self.state, self.status_reason = info, "ready", None
                 if self._up and not self._up.done():

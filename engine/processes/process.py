@@ -63,13 +63,13 @@ def load_libraries() -> "type[Engine]":
     return Engine
 
 
-def load_engine(config: EngineConfig, progress: ReportProgress) -> "Engine":
+def load_engine(config: EngineConfig, report: ReportProgress) -> "Engine":
     """Load an engine, and start what its first request would otherwise have to wait for."""
-    engine = load_libraries()(config, progress)
+    engine = load_libraries()(config, report)
     if config.device != "cpu":  # on a CPU they depend on what else runs
         from ..learning import learn_costs  # as late as the libraries
 
-        learn_costs(engine, progress)
+        learn_costs(engine, report)
     engine.warm_up_grammars()
     gc.collect()
     give_memory_back()
@@ -177,7 +177,7 @@ def serve(
         outputs = engine.step() if engine.has_work() else []
         if publisher is not None:
             publisher.publish(engine.take_page_events())
-        clients.tell(outputs)
+        clients.report(outputs)
         if engine.has_work():
             messages = channel.receive(engine.spare_s())
             continue
@@ -188,7 +188,8 @@ def serve(
 
 
 class Clients:
-    """The processes that use an engine; each is told about its own sequences and the engine.
+    """The processes that use an engine; each gets what becomes of its own sequences, and the state
+    of the engine.
 
     If sending to a client fails, it has gone, and its sequences are aborted.
     """
@@ -207,7 +208,7 @@ class Clients:
             case Abort(request_ids):
                 self._abort([i for i in request_ids if self._client_of.get(i) == client])
 
-    def tell(self, outputs: list[RequestOutput]) -> None:
+    def report(self, outputs: list[RequestOutput]) -> None:
         """Send each client its outputs of a step."""
         own: dict[bytes, list[RequestOutput]] = {client: [] for client in self._clients}
         for output in outputs:
@@ -218,7 +219,7 @@ class Clients:
         if gone := [c for c in own if not self._channel.send(c, Outputs(own[c], stats))]:
             self._clients.difference_update(gone)
             self._abort([i for i, client in self._client_of.items() if client in gone])
-            self.tell([])  # the others, that there is room now
+            self.report([])  # to the others: there is room now
 
     def _submit(self, client: bytes, submission_id: int, requests: list[NewRequest]) -> None:
         ids = [request.request_id for request in requests]
@@ -242,7 +243,7 @@ class Clients:
         self._client_of |= dict.fromkeys(ids, client)
         self._channel.send(client, Admitted(submission_id))
         if failed:
-            self.tell(failed)
+            self.report(failed)
 
     def _abort(self, request_ids: list[str]) -> None:
         self._engine.abort(request_ids)

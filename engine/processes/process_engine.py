@@ -38,13 +38,13 @@ class ProcessEngine(EngineClient):
     def __init__(
         self,
         config: EngineConfig | Callable[[], Awaitable[EngineConfig]],
-        progress: ReportProgress = ignore_progress,
+        report: ReportProgress = ignore_progress,
         *,
         step_timeout_s: float = 0.0,
         log_format: Literal["text", "json"] = "text",
         is_shared: bool = False,
     ) -> None:
-        super().__init__(progress)
+        super().__init__(report)
         self._step_timeout_s = step_timeout_s or None
         self._log_format = log_format
         self._is_shared = is_shared

@@ -128,20 +128,20 @@ class BlockByBlock(Drafter):
 
     def draft(self, integers: Tensor, shape: Shape) -> Tensor:
         """Returns the confidence in each draft, if there is a confidence head. Shape: [k, N]."""
-        size, k, filters, samples = shape
+        size, k, filters, draws = shape
         batch_shape = self._shape(size, k)
         batch_len = packed_len(size)
         block = self._blocks(integers[:batch_len], batch_shape, k)
-        draws = integers[batch_len:].view(2, -1)
+        at = integers[batch_len:].view(2, -1)
         if self._draws_at_once:
             logits = self._head.widened(block.logits.flatten(0, 1))
-            return self._draws.draw(draws, (k * size, filters, samples), logits)
+            return self._draws.draw(at, (k * size, filters, draws), logits)
         reported, width = [], aligned(size)
         previous = self._before(block.slots, 0)
         for j in range(k):
             logits, confidence = self._at(block, j, previous)
-            its_draws = draws[:, j * width : (j + 1) * width]
-            previous = self._draws.draw(its_draws, (size, filters, samples), logits)
+            its = at[:, j * width : (j + 1) * width]
+            previous = self._draws.draw(its, (size, filters, draws), logits)
             reported.append(previous if confidence is None else confidence)
         return torch.stack(reported)
 
@@ -150,15 +150,15 @@ class BlockByBlock(Drafter):
     ) -> np.ndarray:
         """The rows of the blocks; then, for each draft, the integers of its draws."""
         width = size if self._draws_at_once else aligned(size)
-        draws = np.zeros((2, aligned(k * width)), dtype=np.int64)
-        draws[0] = self._slots.dummy
+        at_np = np.zeros((2, aligned(k * width)), dtype=np.int64)
+        at_np[0] = self._slots.dummy
         for j in range(k):
             goes_on_np = slots_np[: np.count_nonzero(num_drafts_np > j)]
-            draws[0, j * width : j * width + len(goes_on_np)] = goes_on_np
-            draws[1, j * width : (j + 1) * width] = j
+            at_np[0, j * width : j * width + len(goes_on_np)] = goes_on_np
+            at_np[1, j * width : (j + 1) * width] = j
         rows = self._rows_of(slots_np, num_drafts_np)
         packed = rows.packed(size, self._slots.dummy)
-        return np.concatenate((packed, draws.ravel()))
+        return np.concatenate((packed, at_np.ravel()))
 
     def line(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> LogitsOf:
         device = self._slots.device

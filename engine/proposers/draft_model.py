@@ -62,8 +62,8 @@ class DraftModel(Source):
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the draft's passes of one or two rows a sequence, and its draws."""
-        progress = partial(report, "capturing the draft's graphs")
-        self.draws.capture(self._draft.capture(2, self._most_rows, False, progress))
+        report_graphs = partial(report, "capturing the draft's graphs")
+        self.draws.capture(self._draft.capture(2, self._most_rows, False, report_graphs))
 
     def can_draft(self, request: Request) -> bool:
         """Not behind drafts in flight that it has not read: nobody knows how many are accepted."""
@@ -143,14 +143,14 @@ class DraftModel(Source):
         does it, which knows no logit edits.
         """
         assert isinstance(self._draft, CompiledDecoder)
-        _, samples = sampling_kind(drafting)
+        _, draws = sampling_kind(drafting)
         drafts = cpu.LinesOfDrafts(
             self._slots.state,
             slots_of(drafting),
             counts_np,
             np.array([scheduled.least_chance for scheduled in drafting]),
             self._slots.vocab_size,
-            self.draws.kept(samples),
+            self.draws.kept(draws),
         )
         self._draft.draft_in_slots(batch, drafts)
         return drafts.counts_np

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.kernels.verify import cpu
 from outrider.kernels.verify.sampling import STATE_WIDTH
-from outrider.kernels.verify.verify import draft_sample
+from outrider.kernels.verify.verify import draw_draft
 
 from ..logit_edits import LogitEdits, RequestRows
 from ..models.network import PagedLayers
@@ -60,25 +60,25 @@ class Draws:
     def draw(self, integers: Tensor, shape: Shape, logits: Tensor) -> Tensor:
         """Draw one draft for each row, write it into its slot, and keep its distribution.
 
-        `shape` is (rows, filters, samples). Shape: integers [2, N or more], for each row its slot
+        `shape` is (rows, filters, draws). Shape: integers [2, N or more], for each row its slot
         and the number of drafts before this one; logits [N or more, V] -> [N].
         """
-        size, filters, samples = shape
+        size, filters, draws = shape
         (slot, offset), logits = integers[:, :size].unbind(), logits[:size]
-        return draft_sample(
+        return draw_draft(
             logits,
             self._slots.state,
             slot,
             offset,
-            self.kept(samples),
+            self.kept(draws),
             self._slots.vocab_size,
             filters=bool(filters),
-            samples=bool(samples),
+            draws=bool(draws),
         )
 
-    def kept(self, samples: int) -> DraftDistributions | None:
+    def kept(self, draws: int) -> DraftDistributions | None:
         """Where distributions go; verifying greedy drafts does not need them."""
-        return self.distributions if samples else None
+        return self.distributions if draws else None
 
     def capture(self, logits: Tensor) -> None:
         """Capture draws of one draft for each sequence. Shape: logits [max_num_seqs, V']."""

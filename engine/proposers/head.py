@@ -42,7 +42,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, integers: Tensor, shape: Shape) -> Tensor:
-        """Draw up to k drafts for each sequence; shape is (sequences, k, filters, samples).
+        """Draw up to k drafts for each sequence; shape is (sequences, k, filters, draws).
 
         Shape: integers, see `pack`.
         """

@@ -97,13 +97,13 @@ class Corpus:
         self._index()
         places: list[int] = []
         if len(suffix) >= self._min_tokens:
-            place = self._latest[self._slot(suffix[-self._min_tokens :])]
+            place = self._latest[self._bucket(suffix[-self._min_tokens :])]
             while place and len(places) < MOST_PLACES:
                 places.append(place)
                 place = self._earlier[place]
         return places
 
-    def _slot(self, token_ids: "list[int] | array[int]") -> int:
+    def _bucket(self, token_ids: "list[int] | array[int]") -> int:
         key = 0
         for token_id in token_ids:
             key = key * _FACTOR + token_id
@@ -117,9 +117,9 @@ class Corpus:
         else:
             for place in new:
                 end = MOST_ALIKE + place
-                slot = self._slot(self._tokens[end - self._min_tokens : end])
-                self._earlier[place] = self._latest[slot]
-                self._latest[slot] = place
+                bucket = self._bucket(self._tokens[end - self._min_tokens : end])
+                self._earlier[place] = self._latest[bucket]
+                self._latest[bucket] = place
         self._num_indexed = max(self._num_indexed, self.num_tokens - 1)
 
     def _index_at_once(self, new: range) -> None:
@@ -131,14 +131,14 @@ class Corpus:
         for first in range(MOST_ALIKE + new.start - self._min_tokens, MOST_ALIKE + new.start):
             token_ids_np = self._tokens_np[first : first + len(new)].astype(np.uint32)
             keys_np = keys_np * np.uint32(_FACTOR) + token_ids_np
-        slots_np = (keys_np * np.uint32(_SPREAD)) >> np.uint32(self._shift)
-        order_np = np.argsort(slots_np, kind="stable")
-        slots_np, places_np = slots_np[order_np], order_np + new.start
-        begins_np = np.append(True, slots_np[1:] != slots_np[:-1])  # of places with one hash
+        buckets_np = (keys_np * np.uint32(_SPREAD)) >> np.uint32(self._shift)
+        order_np = np.argsort(buckets_np, kind="stable")
+        buckets_np, places_np = buckets_np[order_np], order_np + new.start
+        begins_np = np.append(True, buckets_np[1:] != buckets_np[:-1])  # of places with one hash
         earlier_np[places_np[1:]] = places_np[:-1]
-        earlier_np[places_np[begins_np]] = latest_np[slots_np[begins_np]]
+        earlier_np[places_np[begins_np]] = latest_np[buckets_np[begins_np]]
         ends_np = np.roll(begins_np, -1)
-        latest_np[slots_np[ends_np]] = places_np[ends_np]
+        latest_np[buckets_np[ends_np]] = places_np[ends_np]
 
     def _capacity_for(self, num_new: int) -> int:
         num_tokens = self.num_tokens + num_new

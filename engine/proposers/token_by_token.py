@@ -68,18 +68,18 @@ class TokenByToken(Drafter):
         self._slots = slots
 
     def draft(self, integers: Tensor, shape: Shape) -> Tensor:
-        size, k, filters, samples = shape
+        size, k, filters, draws = shape
         batch_shape = (size, size, size)
         batch_len, draws_len = packed_len(size), 2 * aligned(size)
         y = drawn = integers
         for j in range(k):
-            draws, integers = integers[:draws_len].view(2, -1), integers[draws_len:]
+            at, integers = integers[:draws_len].view(2, -1), integers[draws_len:]
             if j == 0:
-                y = self._last_rows.of(draws[0, :size])
+                y = self._last_rows.of(at[0, :size])
             else:
                 y = self._advance(integers[:batch_len], batch_shape, y)
                 integers = integers[batch_len:]
-            drawn = self._draws.draw(draws, (size, filters, samples), self._logits(y))
+            drawn = self._draws.draw(at, (size, filters, draws), self._logits(y))
         return drawn
 
     def pack(

@@ -193,7 +193,7 @@ class _Follower:
         with theirs:
             self.process = subprocess.Popen(
                 (*_COMMAND, str(theirs.fileno())),
-                stdin=subprocess.PIPE,  # never closed: its end tells the child that we died
+                stdin=subprocess.PIPE,  # never closed: its end shows the child that we died
                 start_new_session=True,
                 pass_fds=(theirs.fileno(),),
             )

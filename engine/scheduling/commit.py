@@ -178,8 +178,8 @@ class Committer:
             request.finish_reason = "error"
             reason, is_dead_end = _why_undrawn(request, may_be_its_edits=may_be_its_edits)
             error = {"error": reason, "is_dead_end": is_dead_end}
-        told = None if scheduled.has_nan else scheduled.prompt_logprobs
-        output = request.output([], prompt_logprobs=told, **error)
+        logprobs = None if scheduled.has_nan else scheduled.prompt_logprobs
+        output = request.output([], prompt_logprobs=logprobs, **error)
         self._sequences.finish(request)
         return output
 

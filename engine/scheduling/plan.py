@@ -11,11 +11,11 @@ from ..api import SourceName, TokenLogprobs
 from ..memory.sequence import SequenceMemory
 from ..request import Request
 
-# (whether any sequence filters, whether any samples): kernels leave out what is not needed.
+# (whether any sequence filters, whether any draws): kernels leave out what is not needed.
 SAMPLING_KINDS = ((True, True), (False, True), (False, False))
 
-# Rows of one step that may go through the LM head for prompt logprobs. Logits take up to 150,000
-# numbers a row, too much for a whole chunk.
+# Rows of one step that may go through the output layer for prompt logprobs. Logits take up to
+# 150,000 numbers a row, too much for a whole chunk.
 MAX_PROMPT_LOGITS = 512
 
 

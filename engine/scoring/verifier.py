@@ -134,7 +134,7 @@ class Verifier:
 
         Shape: slots_np, num_drafts_np [B] int64; logits [sum(k_i + 1), V] -> [B, K + 2].
         """
-        q, (_, samples) = self._distributions, kind
+        q, (_, draws) = self._distributions, kind
         if cpu.takes(logits, None if q is None else q.logits):
             return cpu.verify_arrays(
                 self._slots.state,
@@ -143,7 +143,7 @@ class Verifier:
                 self._slots.max_drafts,
                 logits,
                 self._slots.vocab_size,
-                q if samples else None,
+                q if draws else None,
             )
         count = len(slots_np)
         # A graph for more rows of logits takes longer, also if they are not there.
@@ -183,11 +183,11 @@ class Verifier:
     def _run(self, integers: Tensor, shape: Shape, logits: Tensor) -> Tensor:
         """Verify, and write the drawn tokens into the slots.
 
-        `shape` is (requests, most drafts of one, filters, samples).
+        `shape` is (requests, most drafts of one, filters, draws).
         Shape: integers [3, B + 1 or more], see `_pack`; logits [T, V]; returns [B, K + 2]: K + 1
         tokens, padded with -1, and a flag for bad logits.
         """
-        size, _, filters, samples = shape
+        size, _, filters, draws = shape
         cu_rows, (slot, num_drafts) = integers[0, : size + 1], integers[1:, :size].unbind()
         # A plain step is one in which no sequence has drafts: it takes the same kernels.
         return verify(
@@ -200,7 +200,7 @@ class Verifier:
             self._distributions,
             self._slots.vocab_size,
             filters=bool(filters),
-            samples=bool(samples),
+            draws=bool(draws),
         )
 
     def _dummies(self, size: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-// A whole pass of a decoder in one call, for a CPU: embeddings, layers, last norm and head.
+// A whole pass of a decoder in one call, for a CPU: embeddings, layers, last norm and output layer.
 // kernels/cpu/layers.py says what it computes and calls it; compiled once for each instruction set
 // (pyproject.toml), by whoever installs.
 //
@@ -18,11 +18,11 @@ struct Decoder {
     const Layer* layers;
     int32_t count;
     Shape shape;
-    const uint8_t* embedding;  // [vocab, hidden] float32 or bfloat16; null: the head's matrix
+    const uint8_t* embedding;  // [vocab, hidden] float32 or bfloat16; null: as the output layer
     int32_t embedding_is_bf16;
     const float* norm;         // [hidden]
-    Matrix head;
-    const int64_t* drafted;    // [head.n] the token of each output; null: its number
+    Matrix output_layer;
+    const int64_t* drafted;    // [output_layer.n] the token of each output; null: its number
 };
 }
 
@@ -36,7 +36,7 @@ struct Buffers {
 void embed(const Decoder& model, int64_t token, float* x) {
     const int hidden = model.shape.hidden;
     if (model.embedding == nullptr)
-        unpack_rows(model.head, token, 1, x);
+        unpack_rows(model.output_layer, token, 1, x);
     else if (model.embedding_is_bf16)
         for (int i = 0; i < hidden; i += LANES)
             store(x + i, from_bf16(model.embedding + 2 * (token * hidden + i)));
@@ -44,7 +44,7 @@ void embed(const Decoder& model, int64_t token, float* x) {
         std::memcpy(x, (const float*)model.embedding + token * hidden, hidden * sizeof(float));
 }
 
-// Scores of the head's outputs from `first` on, by token.
+// Scores of the output layer from `first` on, by token.
 void keep_logits(
     const Decoder& model, const Batch& batch, int row, int first, const float* scores, int count
 ) {
@@ -217,10 +217,10 @@ void pass(
             tap(model.count, row, of_row);
         });
     team.share(batch.num_logits, [&](int i) {
-        normalise_for(model.head, model.norm, batch.logits_rows[i], i);
+        normalise_for(model.output_layer, model.norm, batch.logits_rows[i], i);
     });
     const Rows last{normed.x, batch.num_logits, normed.inputs};
-    product(team, model.head, last, [&](int row, int first, const float* scores, int count) {
+    product(team, model.output_layer, last, [&](int row, int first, const float* scores, int count) {
         keep_logits(model, batch, row, first, scores, count);
     });
 }

@@ -1,5 +1,5 @@
 """A whole pass of a decoder in one call: embeddings, RMSNorm, attention with RoPE over pages, gated
-MLP, head.
+MLP, output layer.
 
 Between embeddings and logits all is float32; only KV is rounded, to the dtype of its cache. A
 processor with AVX-512 VNNI, or with AVX2 and no AVX-512, multiplies weights as the integers that
@@ -70,7 +70,7 @@ class Decoder(Structure):
         ("embedding", c_void_p),
         ("embedding_is_bf16", c_int32),
         ("norm", c_void_p),
-        ("head", Matrix),
+        ("output_layer", Matrix),
         ("drafted", c_void_p),
     )
 

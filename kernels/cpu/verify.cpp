@@ -159,7 +159,7 @@ private:
         return i;
     }
 
-    // kernels/verify/decide.py tells the rule. `log_scale` becomes that of the row to draw from.
+    // kernels/verify/decide.py states the rule. `log_scale` becomes that of the row to draw from.
     int accept_block(float& log_scale) {
         float u[MOST_DRAFTS], scale[MOST_DRAFTS + 1] = {};
         int certain = 0;
@@ -330,7 +330,7 @@ PUBLIC void outrider_draw(const Step* step) {
 
 // All drafts of a step, by a model's passes and draws in turn. The first pass is given, with a row of
 // logits for each of the step's sequences; the others read their newest draft. A sequence gets up to
-// counts[i] drafts, and no more once those so far stand with less than least[i]; counts[i] becomes
+// counts[i] drafts, and no more once the chance of all so far is below least[i]; counts[i] becomes
 // their number. Shape: counts, least [count].
 PUBLIC void outrider_draft(
     const Decoder* model, const Batch* given_batch, const Slots* given_rows, int32_t threads,

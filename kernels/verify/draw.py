@@ -1,4 +1,4 @@
-"""How many drafts of a sampled request are accepted, and which token follows them.
+"""How many drafts of a request that draws are accepted, and which token follows them.
 
 The last token is drawn by inverse CDF in two stages: first a block, then a token inside it. Each
 takes 40 random bits and int64 weights, and only that one block is read. For `match`, see match.py.
@@ -64,10 +64,10 @@ def draw_reference(
         last[pairs] = tokens.gather(1, accepted[pairs, None]).squeeze(1)
     row = row_index.gather(1, accepted[:, None]).squeeze(1)
     last = torch.where(greedy, rows.argmax[row].long(), last)
-    sampled = (~greedy & ~match).nonzero().squeeze(-1)
-    if len(sampled):
-        last[sampled] = _draw_last_reference(
-            step, stats, rows, decision, mass, sampled, accepted[sampled], row[sampled]
+    drawn = (~greedy & ~match).nonzero().squeeze(-1)
+    if len(drawn):
+        last[drawn] = _draw_last_reference(
+            step, stats, rows, decision, mass, drawn, accepted[drawn], row[drawn]
         )  # fmt: skip
     bad = rows.state[row_index, STATE_LOG_Z].isnan()
     return outcome_reference(step.draft_ids, accepted, last, bad)

@@ -21,7 +21,7 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 class RowOutcomes(NamedTuple):
-    state: torch.Tensor  # [N, 4] float32, for sampled rows
+    state: torch.Tensor  # [N, 4] float32, for rows that draw
     tests: torch.Tensor  # [B, K + 1, 2] float32: log p(X) / q(X) of each draft, and its u
     own: torch.Tensor  # [B, K + 1] int64 token ids, or BAD, or OPEN
     log_scale: torch.Tensor  # [B, K + 1] float32 log P, for rows to read
@@ -77,7 +77,7 @@ def settle_row(
     test, drawn, request, offset, row, row_ptr, state, inv_t, group_max_ptr, num_groups,
     vocab_size, num_columns, slot, position, tokens_ptr, step, sampling, rows,
 ):  # fmt: skip
-    """Write a sampled row's state, also where a draw keeps it, and test; returns its own token.
+    """Write the state of a row that draws, also where a draw keeps it, and test; returns its token.
 
     `drawn` is the token that recovers the draft, or OPEN.
     """

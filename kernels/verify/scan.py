@@ -20,7 +20,9 @@ _NUM_CACHED = 1 << 16
 
 class BlockStats(NamedTuple):
     max: torch.Tensor  # [N, num_blocks] float32; NaN if the block holds a NaN
-    total: torch.Tensor  # [N, num_blocks] float32 sum of exp((l - max) / t); for sampled rows only
+    total: (
+        torch.Tensor
+    )  # [N, num_blocks] float32 sum of exp((l - max) / t); for rows that draw only
     group_max: torch.Tensor | None  # [N, num_blocks, 16] float32, if needed (kernel only)
 
 
@@ -197,7 +199,7 @@ def merge_max(block_max):
 
 @triton.jit
 def merge_totals(block_max, total, row_max, inv_t):
-    """Sum of exp((l - max) / t) of a sampled row."""
+    """Sum of exp((l - max) / t) of a row that draws."""
     # Integers, because the order of summation depends on the number of warps.
     weight = fixed(total * exp((block_max - row_max) * inv_t))
     return of_fixed(tl.sum(tl.where(total > 0, weight, 0), 0))

@@ -29,7 +29,7 @@ For a greedy request every rule compares drafts with the argmax. The pipeline:
     finish      K2   reads the rows that are still open once more, and draws from them
 
 The last two are launched only if a request may need them. Whichever ends a request writes its
-tokens into its slot. A request without drafts is sampled plainly: verification with k = 0. So is a
+tokens into its slot. Without drafts the token is drawn plainly: verification with k = 0. So is a
 draft drawn from the draft model's logits (K0). Each kernel may start while the one before it ends,
 except the scan, which waits for everything before.
 """
@@ -51,7 +51,7 @@ from .scan import scan, scan_reference
 from .step import SlotState, Step, emit_reference, gather_reference
 
 
-def draft_sample(
+def draw_draft(
     logits: Tensor,
     slots: SlotState,
     slot: Tensor,
@@ -59,7 +59,7 @@ def draft_sample(
     kept: tuple[Tensor, Tensor] | None,
     vocab_size: int,
     filters: bool = True,
-    samples: bool = True,
+    draws: bool = True,
 ) -> Tensor:
     """Draw one draft a row from the processed distribution of the draft's logits, into its slot.
 
@@ -83,7 +83,7 @@ def draft_sample(
         Ids from here on are never drawn; V' may be smaller.
     filters
         False promises that no request filters (top-k, top-p, min-p), and saves launches.
-    samples
+    draws
         False promises that every request is greedy, and saves launches.
 
     Returns
@@ -94,7 +94,7 @@ def draft_sample(
     step = Step(logits, None, slots, slot, None, 0, offset, kept, vocab_size, None)
     if cpu.takes(logits):
         return cpu.draw(step)
-    return _sample(step, filters, samples)[:, 0]
+    return _draw(step, filters, draws)[:, 0]
 
 
 def verify(
@@ -107,13 +107,13 @@ def verify(
     kept: tuple[Tensor, Tensor] | None,
     vocab_size: int,
     filters: bool = True,
-    samples: bool = True,
+    draws: bool = True,
     words: Tensor | None = None,
 ) -> Tensor:
     """Keep the drafts that each request's rule accepts, and draw the token after them.
 
     Every emitted token is distributed as the target's processed distribution, whatever the rule
-    and the drafts. A request without drafts is sampled plainly. The slots get the tokens in place
+    and the drafts. Without drafts a request gets a plain draw. The slots get the tokens in place
     of the drafts (and 0 after the last of them, which is never read), as known tokens.
 
     Parameters
@@ -133,13 +133,13 @@ def verify(
     max_drafts
         K in 0..32.
     kept
-        What `draft_sample` kept; None: one-hot drafts. Drafts from K' <= K on are one-hot, as
+        What `draw_draft` kept; None: one-hot drafts. Drafts from K' <= K on are one-hot, as
         their states must say. Shape: [num_slots, K', V'] and [num_slots, K, 4].
     vocab_size
         Ids from here on are never emitted. At most V.
     filters
         False promises that no request filters (top-k, top-p, min-p), and saves launches.
-    samples
+    draws
         False promises that every request is greedy, and saves launches.
     words
         Random words to use instead of Philox's, for proofs: row i < K for the test of draft i,
@@ -164,13 +164,13 @@ def verify(
     step = Step(
         target_logits, cu_rows, slots, slot, num_drafts, max_drafts, None, kept, vocab_size, words
     )
-    return _sample(step, filters, samples)
+    return _draw(step, filters, draws)
 
 
-def _sample(step: Step, filters: bool, samples: bool) -> Tensor:
+def _draw(step: Step, filters: bool, draws: bool) -> Tensor:
     """The requests' outcomes, also in their slots. Shape: [B, K + 2]."""
     if not uses_triton(step.logits):
-        return _sample_reference(step)
+        return _draw_reference(step)
     _check_layout(step)
     batch, k_max = len(step.slot), step.max_drafts
     if k_max == 0 and step.cu_rows is not None:
@@ -187,7 +187,7 @@ def _sample(step: Step, filters: bool, samples: bool) -> Tensor:
         new(batch + 2, dtype=torch.int32),
     )
     out = new((batch, k_max + 2), dtype=torch.int64)
-    filters = filters and samples
+    filters = filters and draws
     stats = scan(
         step.logits, step.vocab_size, step.cu_rows, step.slot, step.slots.sampling, rows.counters,
         step.offset, None if step.offset is None or step.kept is None else step.kept[0],
@@ -195,12 +195,12 @@ def _sample(step: Step, filters: bool, samples: bool) -> Tensor:
     row_state(step, stats, filters, rows, out)
     if filters:
         bisect_rows(step, stats, rows, out)
-    if samples and (filters or k_max > 0):
+    if draws and (filters or k_max > 0):
         finish(step, stats.max.shape[1], rows, out)
     return out
 
 
-def _sample_reference(step: Step) -> Tensor:
+def _draw_reference(step: Step) -> Tensor:
     gathered = gather_reference(step)
     logits, vocab_size = gathered.logits, step.vocab_size
     of_row = gathered.sampling.take(torch.repeat_interleave(gathered.num_drafts + 1))

@@ -58,7 +58,7 @@ def bench_command(
     try:
         remote = find(url, api_key, model)
         loads = {}
-        with ProgressDisplay() as progress:
+        with ProgressDisplay() as display:
             for at_once in concurrency or [1, 8]:
                 loads[at_once] = asyncio.run(
                     measure_load(
@@ -69,7 +69,7 @@ def bench_command(
                         max_tokens=max_tokens,
                         temperature=temperature,
                         k=k,
-                        counted=partial(progress, f"{at_once} at once"),
+                        counted=partial(display, f"{at_once} at once"),
                     )
                 )
     except RemoteError as error:

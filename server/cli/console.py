@@ -64,7 +64,7 @@ def _summary(
         *states,
         ("context", f"{info.max_model_len} tokens, {info.max_num_seqs} sequences at once"),
         ("tool calls", form.name),
-        ("reasoning", "told from content" if form.has_reasoning else "none"),
+        ("reasoning", "separated from content" if form.has_reasoning else "none"),
         ("loaded in", loaded),
         ("serving", f"{', '.join(settings.served_model_names)} at {url}/v1"),
         *page,

@@ -78,10 +78,10 @@ def distill_command(
     from ..models.resolve import resolve
 
     try:
-        with errors_shown(), ProgressDisplay() as progress:
+        with errors_shown(), ProgressDisplay() as display:
             recipe = Recipe.of(
                 resolve_device(device),
-                target=str(resolve(target, progress=progress)),
+                target=str(resolve(target, report=display)),
                 out=str(out),
                 kind=kind,
                 draft_vocab=draft_vocab,
@@ -93,7 +93,7 @@ def distill_command(
                 divergence=loss,
                 seed=seed,
             )
-            held_out = distill(recipe, progress)
+            held_out = distill(recipe, display)
     except KeyboardInterrupt:
         typer.echo("outrider: stopped; the same command goes on from here", err=True)
         raise typer.Exit(130) from None

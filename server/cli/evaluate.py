@@ -85,8 +85,8 @@ def evaluate_command(
 
     with errors_shown():
         resolve_device(settings.target.device)  # reports a missing GPU before any fetching
-        with ProgressDisplay() as progress:
-            pair = prepare_pair(settings, progress)
+        with ProgressDisplay() as display:
+            pair = prepare_pair(settings, display)
             settings = pair.settings
             most = settings.speculation.num_speculative_tokens or 0
             _check_ks(k, most)  # only now: the draft may have brought its own k
@@ -106,13 +106,13 @@ def evaluate_command(
             wanted = replace(wanted, cache=cache)
             temperatures = temperature or [0.0, 0.8]
             if check_exact:
-                engine = Engine(wanted, progress)
-                counted = partial(progress, "checking")
+                engine = Engine(wanted, display)
+                counted = partial(display, "checking")
                 found = exactness.check(engine, prompts, temperatures, ks[1:], max_tokens, counted)
             else:
-                counted = partial(progress, "measuring")
+                counted = partial(display, "measuring")
                 step_timeout_s = settings.engine.step_timeout_s
-                served = ProcessEngine(wanted, progress, step_timeout_s=step_timeout_s)
+                served = ProcessEngine(wanted, display, step_timeout_s=step_timeout_s)
                 info, tallies = asyncio.run(
                     _measured(served, prompts, temperatures, ks, max_tokens, counted)
                 )

@@ -74,11 +74,11 @@ def fetch_models(
     from ..models.pair import prepare_pair
     from ..models.resolve import resolve
 
-    with errors_shown(), ProgressDisplay() as progress:
+    with errors_shown(), ProgressDisplay() as display:
         if model is not None:
-            typer.echo(resolve(model, revision, progress=progress))
+            typer.echo(resolve(model, revision, report=display))
             return
-        pair = prepare_pair(settings_or_exit(config, assignments), progress)
+        pair = prepare_pair(settings_or_exit(config, assignments), display)
         typer.echo(pair.target)
         if pair.draft not in (None, pair.target):  # an MTP head is in the target's directory
             typer.echo(pair.draft)

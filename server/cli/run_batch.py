@@ -86,10 +86,10 @@ async def _run(settings: "Settings", given: IO[bytes], output: str) -> tuple[int
     )
     settings = settings.model_copy(update={"server": open_to_us})
     num_done = num_failed = 0
-    with ProgressDisplay() as progress:
-        prepared = await prepare(settings, progress)
+    with ProgressDisplay() as display:
+        prepared = await prepare(settings, display)
         step_timeout_s = settings.engine.step_timeout_s
-        engine = ProcessEngine(prepared.engine, progress, step_timeout_s=step_timeout_s)
+        engine = ProcessEngine(prepared.engine, display, step_timeout_s=step_timeout_s)
         try:
             await engine.start()
             app = await load_app(prepared, engine, Gate())

@@ -91,22 +91,22 @@ def prepare_for_clients(settings: ServerSettings) -> None:
 
 async def _serve(settings: Settings, listeners: list[socket.socket], console: Console) -> int:
     _be_cancelled_by(signal.SIGTERM)
-    progress = ProgressDisplay(console, log.info)
-    preparing = asyncio.create_task(prepare(settings, progress))
+    display = ProgressDisplay(console, log.info)
+    preparing = asyncio.create_task(prepare(settings, display))
 
     async def engine_config() -> EngineConfig:
         return (await preparing).engine
 
     engine = ProcessEngine(
         engine_config,
-        progress,
+        display,
         step_timeout_s=settings.engine.step_timeout_s,
         log_format=settings.server.log_format,
         is_shared=settings.server.api_workers > 1,
     )
     tasks: list[asyncio.Future[Any]] = [preparing, starting := asyncio.create_task(engine.start())]
     try:
-        with progress:
+        with display:
             prepared = await preparing
             settings = prepared.settings
             defaults = sampling_defaults(

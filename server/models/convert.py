@@ -59,7 +59,7 @@ def parts_of(path: Path) -> list[Path]:
     return parts
 
 
-def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> None:
+def gguf_to_directory(source: Path, folder: Path, report: ReportProgress) -> None:
     """Fill `folder` with the weights, config and tokenizer of a GGUF file, or of all of its parts.
 
     The weights stay in the file if the engine can read them there; otherwise they are unpacked.
@@ -77,7 +77,7 @@ def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> N
     from .gguf_tokens import mend_tokenizer
 
     stage = f"Converting {source.name}"
-    progress(stage, 0, 0)
+    report(stage, 0, 0)
     held = folder / FILE_NAME  # by itself: transformers would also read what lies beside the source
     try:
         parts = open_whole(parts_of(source))
@@ -112,7 +112,7 @@ def gguf_to_directory(source: Path, folder: Path, progress: ReportProgress) -> N
         mend_tokenizer(folder / "tokenizer.json", file.metadata)
     except (ValueError, KeyError, NotImplementedError) as error:
         raise ModelError(f"cannot convert {source}: {error}") from error
-    progress(stage, 1, 1)
+    report(stage, 1, 1)
 
 
 def _warn_of_later_layers(source: Path, file: "GgufFile") -> None:

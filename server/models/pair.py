@@ -47,7 +47,7 @@ class Pair:
     token_table: TokenTable | None = None  # None: grammars cannot be followed
 
 
-def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress) -> Pair:
+def prepare_pair(settings: Settings, report: ReportProgress = ignore_progress) -> Pair:
     """Fetch, convert and check the models that the settings name, and choose what they leave open.
 
     Logs what was chosen, and why. Raises ModelError.
@@ -63,16 +63,16 @@ def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress)
             settings.target.model,
             settings.target.revision,
             trust_remote_code=settings.target.trust_remote_code,
-            progress=progress,
+            report=report,
         )
     config = _config(target, settings.target)
     if settings.speculation.proposer != ("auto",):
         settings = with_proposer(settings, *settings.speculation.proposer)
-        return _pair(settings, target, config, template, progress)
+        return _pair(settings, target, config, template, report)
     chosen, reason = choose(settings, target, config)
     log.info("%s", reason)
     try:
-        return _pair(chosen, target, config, template, progress)
+        return _pair(chosen, target, config, template, report)
     except DraftError as error:
         if settings.draft.model is not None:
             raise
@@ -82,12 +82,12 @@ def prepare_pair(settings: Settings, progress: ReportProgress = ignore_progress)
     if second.draft != chosen.draft and second.draft.model is not None:
         log.warning("%s; %s", why, reason)
         try:
-            return _pair(second, target, config, template, progress)
+            return _pair(second, target, config, template, report)
         except DraftError as error:
             why = str(error)
     chosen, reason = without_draft(settings, f"{why}, so there is no draft model")
     log.warning("%s", reason)
-    return _pair(chosen, target, config, template, progress)
+    return _pair(chosen, target, config, template, report)
 
 
 def _pair(
@@ -95,7 +95,7 @@ def _pair(
     target: Path,
     config: Any,
     template: str | None,
-    progress: ReportProgress,
+    report: ReportProgress,
 ) -> Pair:
     """`template` is that of the settings, which goes before the model's own."""
     from outrider.engine.models.architectures import eos_token_ids
@@ -109,7 +109,7 @@ def _pair(
     if "draft_model" in speculation.sources and speculation.num_speculative_tokens:
         assert settings.draft.model is not None  # ensured by the settings
         with _naming("draft.model", settings.draft.model, DraftError):
-            draft, vocab_size = _draft(settings.draft, target, config, vocabulary, progress)
+            draft, vocab_size = _draft(settings.draft, target, config, vocabulary, report)
     try:
         ids = eos_token_ids(target, config, tokenizer)
         data = TokenizerData.of(tokenizer, config.model_type)
@@ -124,7 +124,7 @@ def _draft(
     target: Path,
     config: Any,
     vocabulary: Vocabulary,
-    progress: ReportProgress,
+    report: ReportProgress,
 ) -> tuple[Path, int]:
     """The draft's directory, and the pair's vocabulary size. `config` is the target's."""
     assert settings.model is not None
@@ -136,7 +136,7 @@ def _draft(
         settings.revision,
         trust_remote_code=settings.trust_remote_code,
         at_hand=target,
-        progress=progress,
+        report=report,
     )
     if head_kind(draft):  # a head uses its target's tokenizer; the engine checks the rest
         _check_head(draft, config, settings)

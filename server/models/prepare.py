@@ -55,20 +55,20 @@ class _Done(msgspec.Struct, frozen=True, tag=True):
     prepared: bytes
 
 
-_Told = Loading | _Logged | _Done | Failed
+_Sent = Loading | _Logged | _Done | Failed
 
 
-async def prepare(settings: Settings, progress: ReportProgress = ignore_progress) -> Prepared:
+async def prepare(settings: Settings, report: ReportProgress = ignore_progress) -> Prepared:
     """`prepare_pair` in another process, so that its libraries are not loaded in this one.
 
     Raises ModelError.
     """
     ended: asyncio.Future[_Done | Failed] = asyncio.get_running_loop().create_future()
 
-    def hear(message: _Told) -> None:
+    def hear(message: _Sent) -> None:
         match message:
             case Loading(stage, done, total):
-                progress(stage, done, total)
+                report(stage, done, total)
             case _Logged(logger, level, text):
                 logging.getLogger(logger).log(level, "%s", text)
             case _Done() | Failed() as last:
@@ -79,7 +79,7 @@ async def prepare(settings: Settings, progress: ReportProgress = ignore_progress
         context,
         (sys.executable, "-P", "-m", "outrider.server.models.prepare"),
         line=settings.to_json(),
-        decoder=msgspec.msgpack.Decoder(_Told),
+        decoder=msgspec.msgpack.Decoder(_Sent),
         hear=hear,
     )
     running = asyncio.create_task(child.run())
@@ -109,7 +109,7 @@ class _Hand(logging.Handler):
         _send(self._socket, _Logged(record.name, record.levelno, self.format(record)))
 
 
-def _send(socket: "zmq.Socket[bytes]", message: _Told) -> None:
+def _send(socket: "zmq.Socket[bytes]", message: _Sent) -> None:
     socket.send(msgspec.msgpack.encode(message))
 
 
@@ -124,15 +124,15 @@ def main() -> None:
         logging.captureWarnings(True)
         logging.getLogger("outrider").setLevel(settings.server.log_level.upper())
 
-        def progress(stage: str, done: int, total: int) -> None:
+        def report(stage: str, done: int, total: int) -> None:
             _send(socket, Loading(stage, done, total))
 
-        progress("loading the libraries", 0, 1)
+        report("loading the libraries", 0, 1)
         from .pair import engine_config, prepare_pair, resolve_device
 
         try:
             resolve_device(settings.target.device)  # reports a missing GPU before any fetching
-            pair = prepare_pair(settings, progress)
+            pair = prepare_pair(settings, report)
             prepared = Prepared(pair.settings, engine_config(pair), pair.tokenizer)
         except (ModelError, ValueError, OSError) as error:
             _send(socket, Failed(str(error)))

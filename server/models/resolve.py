@@ -35,7 +35,7 @@ def resolve(
     *,
     trust_remote_code: bool = False,
     at_hand: Path | None = None,
-    progress: ReportProgress = ignore_progress,
+    report: ReportProgress = ignore_progress,
 ) -> Path:
     """The directory of `model`, fetched and converted if needed.
 
@@ -51,7 +51,7 @@ def resolve(
             "revisions: remove it"
         )
     if model in builtin.BUILTINS:
-        return builtin.obtain(builtin.BUILTINS[model], progress, at_hand)
+        return builtin.obtain(builtin.BUILTINS[model], report, at_hand)
     if not is_local:
         if not _HUB_ID.fullmatch(model):
             raise ModelError(_unknown(model))
@@ -62,7 +62,7 @@ def resolve(
     if path.is_dir():
         return _checked(path.absolute(), model)
     if path.suffix.lower() == ".gguf":
-        return _convert_gguf(path.absolute(), progress)
+        return _convert_gguf(path.absolute(), report)
     raise ModelError(
         f"{model!r} is a file, but no GGUF file; give a model directory, a .gguf file, or a hub id"
     )
@@ -109,13 +109,11 @@ def _gguf_entry(path: Path) -> tuple[str, str]:
     return f"{path.stem}-{hashlib.sha256(source.encode()).hexdigest()[:12]}", source
 
 
-def _convert_gguf(path: Path, progress: ReportProgress) -> Path:
+def _convert_gguf(path: Path, report: ReportProgress) -> Path:
     name, source = _gguf_entry(path)
     for part in parts_of(path):
         _refuse_pointer(part)
-    return store.build(
-        name, source, lambda folder: gguf_to_directory(path, folder, progress), progress
-    )
+    return store.build(name, source, lambda folder: gguf_to_directory(path, folder, report), report)
 
 
 def _refuse_old_conversion(directory: Path, model: str) -> None:

@@ -78,7 +78,7 @@ def find(name: str, source: str) -> Path | None:
     return _models() / name if manifest["source"] == source else None
 
 
-def build(name: str, source: str, make: Callable[[Path], None], progress: ReportProgress) -> Path:
+def build(name: str, source: str, make: Callable[[Path], None], report: ReportProgress) -> Path:
     """The model `name` made from `source`; if it is missing, `make` fills an empty folder.
 
     May be killed at any moment, and called by several processes: one builds, the others wait.
@@ -87,7 +87,7 @@ def build(name: str, source: str, make: Callable[[Path], None], progress: Report
     with _disk_errors_explained():
         if path := find(name, source):
             return path
-    with _disk_errors_explained(), _lock(name, progress):
+    with _disk_errors_explained(), _lock(name, report):
         if path := find(name, source):  # another process made it while this one waited
             return path
         _remove_scratch(name)
@@ -124,7 +124,7 @@ def _remove_scratch(name: str) -> None:
 
 
 @contextlib.contextmanager
-def _lock(name: str, progress: ReportProgress) -> Iterator[None]:
+def _lock(name: str, report: ReportProgress) -> Iterator[None]:
     # The lock file stays: removing it would let a third process lock a new file of that name
     # while a second still waits on the old one.
     try:
@@ -136,9 +136,9 @@ def _lock(name: str, progress: ReportProgress) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            progress(f"Waiting for another process that prepares {name}", 0, 0)
+            report(f"Waiting for another process that prepares {name}", 0, 0)
             fcntl.flock(file, fcntl.LOCK_EX)
-            progress(f"Waiting for another process that prepares {name}", 1, 1)
+            report(f"Waiting for another process that prepares {name}", 1, 1)
         yield
 
 

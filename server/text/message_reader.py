@@ -45,7 +45,7 @@ class MessageReader:
 
     @property
     def parses(self) -> bool:
-        """Whether it can tell calls or reasoning from content."""
+        """Whether it can separate calls or reasoning from content."""
         return self._parser is not None
 
     def read(self, text: str, *, ended: bool, hidden: str = "") -> list[Part]:

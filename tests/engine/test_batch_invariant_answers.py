@@ -47,7 +47,7 @@ Answer = tuple[list[int], list[Any]]
 
 @pytest.fixture(scope="module")
 def pair(tiny_model: Callable[..., Path]) -> Pair:
-    """Of the draft's tokens some stand and some do not: it is the target, enlarged."""
+    """Some drafts are accepted and some are not: it is the target, enlarged."""
     return tiny_model("llama", **SHAPE), tiny_model("llama", **SHAPE | {"scale": 0.066})
 
 

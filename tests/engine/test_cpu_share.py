@@ -93,7 +93,7 @@ def unreadable(*, percpu: bool) -> list[SimpleNamespace]:
     [unreadable, lambda percpu: [], lambda percpu: [SimpleNamespace(idle=1.0)] * 4],
     ids=["unreadable", "fewer CPUs", "no iowait"],
 )
-def test_a_system_that_tells_nothing_changes_nothing(
+def test_a_system_that_reports_nothing_changes_nothing(
     cpu_times: Callable[..., Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(psutil, "cpu_times", cpu_times)

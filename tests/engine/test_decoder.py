@@ -80,10 +80,12 @@ def test_variants_of_a_known_structure(overrides: dict[str, Any], own_copy: Tiny
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_a_head_beside_a_tied_embedding_counts_if_it_differs(differs: bool, own_copy: Tiny) -> None:
+def test_an_output_layer_beside_a_tied_embedding_counts_if_it_differs(
+    differs: bool, own_copy: Tiny
+) -> None:
     path = own_copy("llama", tie_word_embeddings=True)
-    head = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
-    change_tensor(path, "lm_head.weight", head.flip(0) if differs else head)
+    matrix = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    change_tensor(path, "lm_head.weight", matrix.flip(0) if differs else matrix)
     network = load(path)
     assert isinstance(network, Decoder)
     torch.testing.assert_close(

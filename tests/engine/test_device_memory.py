@@ -208,7 +208,7 @@ def test_the_least_recently_released_prefix_is_evicted_first() -> None:
     assert attach(memory, sequence([2] * 9)) == 8
 
 
-def test_the_head_of_a_prefix_outlives_its_tail() -> None:
+def test_the_beginning_of_a_prefix_outlives_its_end() -> None:
     memory = device_memory(5)
     old = sequence(list(range(16)))
     compute(memory, old)
@@ -240,7 +240,7 @@ def test_the_prefix_of_a_prompt_that_does_not_fit_yet_is_evicted_last() -> None:
     waiting = sequence([1] * 32)
     assert not memory.fits(waiting, 32, 31)
     assert allocate(memory, sequence([3] * 24), 24)
-    assert attach(memory, waiting) == 4  # the head of it
+    assert attach(memory, waiting) == 4  # its beginning
 
 
 def test_allocation_is_all_or_nothing() -> None:

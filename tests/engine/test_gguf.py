@@ -41,11 +41,11 @@ QUANTISED = [Type.Q4_0, Type.Q4_1, Type.Q8_0, Type.Q4_K, Type.Q6_K]
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Type, Type], Path]:
     made: dict[tuple[Type, Type], Path] = {}
 
-    def make(type_: Type, head: Type) -> Path:
-        if (type_, head) not in made:
-            folder = tmp_path_factory.mktemp(f"{type_.name}-{head.name}")
-            made[type_, head] = llama_directory(folder, type_, head)
-        return made[type_, head]
+    def make(type_: Type, output: Type) -> Path:
+        if (type_, output) not in made:
+            folder = tmp_path_factory.mktemp(f"{type_.name}-{output.name}")
+            made[type_, output] = llama_directory(folder, type_, output)
+        return made[type_, output]
 
     return make
 
@@ -58,7 +58,7 @@ def original(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("type_", [*QUANTISED, Type.F16, Type.BF16, Type.F32])
-def test_every_format_stands_for_what_ggml_says(type_: Type, tmp_path: Path) -> None:
+def test_every_format_means_what_ggml_says(type_: Type, tmp_path: Path) -> None:
     assert FORMATS[int(type_)].name == type_.name
     data = encoded(type_, np.random.default_rng(1).normal(0, 1, (6, 512)).astype(np.float32))
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
@@ -95,7 +95,7 @@ def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
         [file.read(name) for name in file.names]
 
 
-def test_a_layer_of_another_width_is_told(tmp_path: Path) -> None:
+def test_a_layer_of_another_width_is_reported(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_head_count(2)
     writer.add_tensor("blk.0.attn_q.weight", np.zeros((8, 32), np.float32))
@@ -149,7 +149,7 @@ def test_logits_are_those_of_the_unpacked_model(
 
 
 @needs_layers
-def test_a_tied_embedding_is_kept_as_the_heads_codes_alone(
+def test_a_tied_embedding_is_kept_as_the_output_layers_codes_alone(
     directory: Callable[[Type, Type], Path],
 ) -> None:
     folder = directory(Type.Q4_1, Type.Q8_0)
@@ -164,9 +164,9 @@ def test_a_tied_embedding_is_kept_as_the_heads_codes_alone(
 
 
 @needs_layers
-def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> None:
+def test_an_output_layer_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> None:
     folder = llama_directory(tmp_path, Type.Q4_1, Type.Q8_0)  # whose config has a tied embedding
-    write_llama(folder / "model.gguf", Type.Q4_1, Type.Q8_0, own_head=True)
+    write_llama(folder / "model.gguf", Type.Q4_1, Type.Q8_0, own_output=True)
     network = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
     assert isinstance(network, CompiledDecoder)
     ids = torch.arange(20)
@@ -199,7 +199,7 @@ def test_the_check_at_load_unpacks_a_weight_once_a_pass(
     monkeypatch.setattr(weights.Tiles, "dequantised", counting)
     network = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
     assert isinstance(network, CompiledDecoder)
-    # Three modules of transformers' share the weight of queries, keys and values; one has the head.
+    # Three modules of transformers' share the weight of queries, keys and values.
     linears = [*network.blocks[0].linears, network.output_layer]
     assert len({times[linear.weight] for linear in linears}) == 1, times
 

@@ -151,7 +151,7 @@ def test_a_preempted_sequence_goes_on_in_its_grammar(tiny_model: Callable[..., P
 def test_drafts_after_a_preemption_fit_the_grammar(tiny_model: Callable[..., Path]) -> None:
     """It comes back while a step of others is in flight."""
     base = config(tiny_model, num_pages=20)
-    engine = Engine(replace(base, draft=base.target))  # every draft that the grammar allows stands
+    engine = Engine(replace(base, draft=base.target))  # every draft that is allowed is accepted
     engine.scheduler.lag = 1
     free = replace(GREEDY, num_speculative_tokens=0)
     each = [

@@ -56,7 +56,7 @@ def check_refused(target: Path, head: Path, says: str) -> None:
         ("t2d", lambda t: ~t, "t2d and d2t disagree"),
     ],
 )
-def test_a_bad_tensor_is_told_at_load_with_both_models(
+def test_a_bad_tensor_is_reported_at_load_with_both_models(
     name: str, value: Any, says: str, target: Path, tmp_path: Path
 ) -> None:
     head = save_tiny_head(tmp_path / "head", target, draft_vocab=50, parallel=name == "mask_hidden")
@@ -66,7 +66,9 @@ def test_a_bad_tensor_is_told_at_load_with_both_models(
 
 
 @pytest.mark.parametrize("name", ["fc", "midlayer.self_attn.q_proj", "midlayer.mlp.down_proj"])
-def test_a_bias_of_another_length_is_told_at_load(name: str, target: Path, tmp_path: Path) -> None:
+def test_a_bias_of_another_length_is_reported_at_load(
+    name: str, target: Path, tmp_path: Path
+) -> None:
     head = save_tiny_head(tmp_path / "head", target)
     tensors = tensors_of(head)
     others = ["k_proj", "v_proj"] if "q_proj" in name else []
@@ -92,7 +94,7 @@ def test_a_bias_of_another_length_is_told_at_load(name: str, target: Path, tmp_p
         ({"architectures": ["MedusaModel"]}, "of kind medusa; of heads, eagle3, peagle, dflash"),
     ],
 )
-def test_a_bad_config_is_told_at_load(
+def test_a_bad_config_is_reported_at_load(
     changes: dict[str, Any], says: str, target: Path, tmp_path: Path
 ) -> None:
     head = save_tiny_head(tmp_path / "head", target)
@@ -111,7 +113,7 @@ def test_a_bad_config_is_told_at_load(
         ("layers.1.self_attn.k_proj.weight", lambda t: t[:8].contiguous(), "is 8 x 32"),
     ],
 )
-def test_a_bad_tensor_of_a_block_head_is_told_at_load(
+def test_a_bad_tensor_of_a_block_head_is_reported_at_load(
     name: str, value: Any, says: str, target: Path, tmp_path: Path
 ) -> None:
     head = save_tiny_block_head(tmp_path / "head", target, markov="vanilla", confidence="token")
@@ -137,7 +139,7 @@ def test_a_bad_tensor_of_a_block_head_is_told_at_load(
         ({"dflash_config": {"projector_type": "domino"}}, "of kind domino; of heads"),
     ],
 )
-def test_a_bad_config_of_a_block_head_is_told_at_load(
+def test_a_bad_config_of_a_block_head_is_reported_at_load(
     changes: dict[str, Any], says: str, target: Path, tmp_path: Path
 ) -> None:
     head = save_tiny_block_head(tmp_path / "head", target, markov="vanilla", nested=False)

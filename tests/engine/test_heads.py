@@ -44,7 +44,7 @@ BLOCK_VARIANTS: dict[str, dict[str, Any]] = {
     "dflash-from-anchor": {"from_anchor": True, "nested": False, "own_embedding": True},
     "dflash-windows": {"windows": (None, 7), "num_layers": 2},
     "dflash-open-windows": {"windows": (7, 7), "is_causal": False, "head_norms": False},
-    "dspark": {"markov": "vanilla", "nested": False, "own_head": True, "own_embedding": True},
+    "dspark": {"markov": "vanilla", "nested": False, "own_output": True, "own_embedding": True},
     "dspark-speculators": {"markov": "vanilla", "speculators": True, "draft_vocab": 50},
     "dspark-confident": {"markov": "vanilla", "confidence": "token", "boundaries": (0, 3)},
     "dspark-leading": {"markov": "vanilla", "confidence": "states", "from_anchor": False},
@@ -387,7 +387,7 @@ def test_a_rehearsal_for_nobody_leaves_nothing_behind(any_pair: Pair) -> None:
 def test_drafts_that_the_confidence_head_doubts_are_not_made(
     confidence: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A draft is made while the chance that all of them stand is large enough, as the head says."""
+    """A draft is made while the chance that all are accepted is large enough, as the head says."""
     path = save_tiny_block_head(tmp_path, target, markov="vanilla", confidence=confidence)
     engine, truth = Engine(engine_config(target, path, k=K)), Truth(target, path)
     proposer, source, slots = engine.worker.proposer, source_of(engine), engine.worker.slots

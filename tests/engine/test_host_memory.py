@@ -58,6 +58,6 @@ def test_without_limits_the_machine_counts(groups: Path, own: str | None) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells by a file")
-def test_linux_tells_without_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linux_needs_no_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)  # as if it were not installed
     assert importlib.reload(host_memory).available_bytes() > 0

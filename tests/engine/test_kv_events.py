@@ -49,7 +49,7 @@ def compute(memory: DeviceMemory, token_ids: list[int], cache_salt: str = "") ->
     return one
 
 
-def test_each_page_is_told_once_behind_the_page_before_it() -> None:
+def test_each_page_is_published_once_behind_the_page_before_it() -> None:
     memory = DeviceMemory([PagedSpec(1)], [10], PAGE, keeps_events=True)
     one = compute(memory, list(range(9)))
     assert memory.events == [
@@ -60,7 +60,7 @@ def test_each_page_is_told_once_behind_the_page_before_it() -> None:
     assert memory.events[2:] == [PageStored(other.page_hashes[1], one.page_hashes[0], [9] * 4)]
 
 
-def test_what_is_told_is_what_can_be_found() -> None:
+def test_what_is_published_is_what_can_be_found() -> None:
     memory = DeviceMemory([PagedSpec(1)], [5], PAGE, keeps_events=True)
     told: set[bytes] = set()
     for start in range(0, 90, 9):
@@ -76,7 +76,7 @@ def test_what_is_told_is_what_can_be_found() -> None:
     assert told
 
 
-def test_nothing_is_told_of_a_salted_prefix_or_unless_asked() -> None:
+def test_nothing_is_published_of_a_salted_prefix_or_unless_asked() -> None:
     memory = DeviceMemory([PagedSpec(1)], [5], PAGE, keeps_events=True)
     for start in range(0, 90, 9):
         memory.release(compute(memory, list(range(start, start + 9)), "salt"))
@@ -176,9 +176,9 @@ def test_an_engine_publishes_what_it_caches(
     config = replace(engine_config(target), cache=cache)
     prompt = list(range(10))
 
-    def load(config: EngineConfig, progress: ReportProgress) -> Engine:
+    def load(config: EngineConfig, report: ReportProgress) -> Engine:
         time.sleep(0.5)  # as models take longer to load than subscribers to find the socket
-        return load_engine(config, progress)
+        return load_engine(config, report)
 
     assert run(load, config, Client(request(prompt, max_tokens=4)))
     told = []

@@ -55,7 +55,7 @@ def drafts_a_step(engine: Engine, between: Callable[[], None] = lambda: None) ->
 
 @pytest.fixture
 def engine(tiny_model: Tiny) -> Engine:
-    """Its draft is its target: every draft stands."""
+    """Its draft is its target: every draft is accepted."""
     target = tiny_model("llama", seed=0, max_position_embeddings=512)
     return Engine(engine_config(target, target, k=MAX_K, adaptive=True))
 
@@ -99,7 +99,7 @@ def test_a_server_learns_costs_at_its_start_if_it_has_a_gpu(
     calls: list[str] = []
     engine = SimpleNamespace(warm_up_grammars=lambda: None)
     monkeypatch.setattr(learning, "learn_costs", lambda *args: calls.append("learned"))
-    monkeypatch.setattr(process, "load_libraries", lambda: lambda config, progress: engine)
+    monkeypatch.setattr(process, "load_libraries", lambda: lambda config, report: engine)
     config = EngineConfig(target=ModelConfig(path="target"), device=device)
     assert process.load_engine(config, ignore_progress) is engine
     assert calls == learned

@@ -114,14 +114,14 @@ def test_what_others_hold_is_not_given_away(gpu: Gpu) -> None:
     assert left_bytes(device, 0.75, step_bytes=4 * GIB, freed_bytes=2 * GIB) == (10 - 4) * GIB
 
 
-def test_no_memory_left_is_told_in_numbers(gpu: Gpu) -> None:
+def test_no_memory_left_is_reported_in_numbers(gpu: Gpu) -> None:
     with pytest.raises(
         OutOfDeviceMemoryError, match=r"allows 24\.00 GiB.* take 20\.00 .* step 5\.00; 59\.00"
     ):
         left_bytes(gpu(59, 20), 0.3, step_bytes=5 * GIB, freed_bytes=0)
 
 
-def test_a_cache_that_does_not_fit_is_told_in_numbers(
+def test_a_cache_that_does_not_fit_is_reported_in_numbers(
     tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(group: Group, index: int, num_pages: int, page_size: int) -> None:

@@ -127,7 +127,7 @@ def test_a_head_that_knows_the_next_token_is_always_right(target: Path) -> None:
         ("self_attn.q_proj.weight", lambda t: t[:16].contiguous(), "is 16 x 32; by its config"),
     ],
 )
-def test_a_bad_tensor_is_told_at_load(name: str, value: Any, says: str, target: Path) -> None:
+def test_a_bad_tensor_is_reported_at_load(name: str, value: Any, says: str, target: Path) -> None:
     Engine(engine_config(target, target))
     change_tensor(target, f"{LAYER}.{name}", value)
     with pytest.raises(HeadError, match=says) as raised:
@@ -143,7 +143,9 @@ def test_a_bad_tensor_is_told_at_load(name: str, value: Any, says: str, target: 
         ({"head_layers": (1, 2)}, r"leave draft\.head_layers out"),
     ],
 )
-def test_a_bad_setting_is_told_at_load(changes: dict[str, Any], says: str, target: Path) -> None:
+def test_a_bad_setting_is_reported_at_load(
+    changes: dict[str, Any], says: str, target: Path
+) -> None:
     with pytest.raises(HeadError, match=says):
         Engine(changed_draft(engine_config(target, target), **changes))
 

@@ -29,7 +29,7 @@ def test_a_step_waits_until_it_must_be_launched() -> None:
     assert pace.spare_s(plan(4, 3), 0.02) == 0.0
 
 
-def test_steps_of_another_kind_tell_nothing() -> None:
+def test_steps_of_another_kind_teach_nothing() -> None:
     pace = Pace()
     for _ in range(8):
         pace.observe(plan(4, num_new_tokens=500), 0.1, launch_s=0.001)

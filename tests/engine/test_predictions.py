@@ -111,7 +111,7 @@ def test_behind_drafts_of_a_model_it_can_only_follow_a_step_later() -> None:
 
 
 def drafted(outputs: list[RequestOutput]) -> list[tuple[bool, int, int]]:
-    """Of each step: whether its drafts were predicted, how many they were, and how many stood."""
+    """Of each step: whether its drafts were predicted, how many they were, how many accepted."""
     steps, last = [], (0, 0)
     for output in outputs:
         now = output.num_draft_tokens, output.num_accepted_tokens
@@ -134,7 +134,7 @@ def proposers(tiny_model: Tiny, tmp_path: Path) -> dict[str, tuple[Path, Path | 
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("proposer", ["draft_model", "head", "suffix"])
-def test_a_right_prediction_stands_whole(
+def test_a_right_prediction_is_accepted_whole(
     proposers: dict[str, tuple[Path, Path | None, str]], proposer: str, lag: int
 ) -> None:
     target, draft, name = proposers[proposer]
@@ -144,7 +144,7 @@ def test_a_right_prediction_stands_whole(
     [outputs] = run(engine, [PROMPT], GREEDY, [tokens(plain)])
     assert tokens(outputs) == tokens(plain)
     steps = drafted(outputs)
-    assert all(stood == made for is_predicted, made, stood in steps if is_predicted)
+    assert all(accepted == made for is_predicted, made, accepted in steps if is_predicted)
     # One token comes with the prompt, if the first step drafts nothing; then K + 1 a step.
     assert sum(made for is_predicted, made, _ in steps if is_predicted) >= 24 * K // (K + 1) - K
     assert len(steps) <= 24 // (K + 1) + 2
@@ -153,7 +153,7 @@ def test_a_right_prediction_stands_whole(
 @pytest.mark.parametrize("lag", [0, 1])
 def test_the_draft_model_goes_on_behind_a_prediction(tiny_model: Tiny, lag: int) -> None:
     """It has not computed what was predicted, and reads it before it drafts: the target's own
-    drafts all stand."""
+    drafts are all accepted."""
     target = tiny_model("llama", seed=0)
     engine = Engine(engine_config(target, target, k=K))
     engine.scheduler.lag = lag
@@ -164,8 +164,8 @@ def test_the_draft_model_goes_on_behind_a_prediction(tiny_model: Tiny, lag: int)
     assert tokens(outputs) == truth
     steps = drafted(outputs)
     assert {is_predicted for is_predicted, made, _ in steps if made} == {True, False}
-    assert all(stood == made for is_predicted, made, stood in steps if not is_predicted)
-    assert any(stood < made for _, made, stood in steps)
+    assert all(accepted == made for is_predicted, made, accepted in steps if not is_predicted)
+    assert any(accepted < made for _, made, accepted in steps)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -71,7 +71,7 @@ def test_a_cached_prefix_is_scored_all_the_same(target: Path, draft: Path) -> No
     assert tokens(scored) == tokens(cached)
 
 
-def test_rows_for_the_lm_head_are_bounded(
+def test_rows_for_the_output_layer_are_bounded(
     target: Path, draft: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "MAX_PROMPT_LOGITS", 5)
@@ -92,7 +92,7 @@ def test_rows_for_the_lm_head_are_bounded(
         assert_are_the_targets_own(target, MIXED[i], told(outputs[i]))
 
 
-def test_preemption_tells_nothing_twice(target: Path, draft: Path) -> None:
+def test_preemption_returns_nothing_twice(target: Path, draft: Path) -> None:
     config = engine_config(target, draft, num_pages=31, max_num_batched_tokens=16)
     engine = Engine(replace(config, max_model_len=120))
     small = prompts([20, 20, 60, 50], VOCAB, seed=5)

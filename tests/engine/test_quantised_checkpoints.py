@@ -202,7 +202,7 @@ def test_a_broken_layer_is_refused_by_name(
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
 @pytest.mark.parametrize("name", ["fp8 of tensors", "fp8 of blocks", "ct int8"])
-def test_codes_that_the_config_does_not_tell_of_are_refused(
+def test_codes_that_the_config_does_not_name_are_refused(
     name: str, architecture: str, tiny_model: Tiny, tmp_path: Path
 ) -> None:
     """transformers would take them for the weights, without their scales."""

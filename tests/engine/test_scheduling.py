@@ -179,7 +179,7 @@ def test_nothing_of_a_sequence_lives_on(target: Path, draft: Path, ends: str, la
     assert alive == []
 
 
-def test_an_error_behind_a_rejected_draft_is_not_told_of_a_later_failure(
+def test_an_error_behind_a_rejected_draft_is_not_reported_for_a_later_failure(
     target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(engine_config(target, draft, k=3), logits_processors=SPECS)
@@ -256,7 +256,7 @@ class CountOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_many_newcomers_are_told_to_the_device_at_once(target: Path) -> None:
+def test_many_newcomers_are_uploaded_at_once(target: Path) -> None:
     counts = []
     for num_newcomers in (2, 8):
         engine = Engine(engine_config(target, max_num_seqs=8))

@@ -16,7 +16,7 @@ from exact_rules import Step, random_model, settle, step_along, thresholds_of
 from verification import (
     DEVICE,
     cu_rows_of,
-    draft_sample,
+    draw_draft,
     logits_of,
     make_sampling,
     on_road,
@@ -71,7 +71,7 @@ def run_cells(rule: str, cells: list[Cell], road: str, one_hot: bool = False) ->
             rows = [torch.stack([logits_of(row) / 2 for row in cell.step.q]) for cell in cells]
             draft = torch.stack(rows).to(DEVICE)
             states = [
-                draft_sample(draft[:, j], sampling, positions, positions, vocab).state
+                draw_draft(draft[:, j], sampling, positions, positions, vocab).state
                 for j in range(k)
             ]
             state = torch.stack(states, 1)
@@ -183,7 +183,7 @@ def test_recovered_token_comes_from_the_residual_over_blocks(road: str) -> None:
     positions = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
     draft = q.log().expand(batch, 1, -1).contiguous().to(DEVICE)
     with on_road(road):
-        state = draft_sample(draft[:, 0], sampling, positions, positions, vocab).state[:, None]
+        state = draw_draft(draft[:, 0], sampling, positions, positions, vocab).state[:, None]
         verified = verify(
             p.log().expand(2 * batch, -1).contiguous().to(DEVICE), cu_rows_of(one),
             torch.full((batch, 1), 3, device=DEVICE), one, draft, state.contiguous(), sampling,

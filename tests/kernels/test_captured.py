@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
-from verification import DEVICE, Batch, Verified, draft_sample, equal, mixed_sampling, seated
+from verification import DEVICE, Batch, Verified, draw_draft, equal, mixed_sampling, seated
 
-from outrider.kernels.verify.verify import draft_sample as draw_in_slots
+from outrider.kernels.verify.verify import draw_draft as draw_in_slots
 from outrider.kernels.verify.verify import verify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")]
@@ -119,7 +119,7 @@ def test_nothing_compiles_again_for_another_batch(compiled_kernels: list[str]) -
         )
         batch.draft_logits = torch.nn.functional.pad(batch.draft_logits, (0, 72))
         assert equal(batch.verify("kernel"), batch.verify("reference"))
-        draft_sample(
+        draw_draft(
             batch.draft_logits[:, 0], batch.sampling, batch.positions, batch.positions, VOCAB
         )
 

@@ -64,7 +64,7 @@ def most_error(x: torch.Tensor, given: Codes, build: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("num_out", "num_in"), [(100, 64), (1, 32), (64, 160), (33, 576)])
-def test_a_product_is_that_of_the_numbers_which_the_codes_stand_for(
+def test_a_product_is_that_of_the_numbers_which_the_codes_mean(
     layout: Layout, num_out: int, num_in: int, build: str
 ) -> None:
     given = codes(num_out, num_in, layout)

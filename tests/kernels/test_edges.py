@@ -10,7 +10,7 @@ from verification import (
     DRAWING_ROADS,
     Verified,
     cu_rows_of,
-    draft_sample,
+    draw_draft,
     make_sampling,
     on_road,
     verify,
@@ -48,7 +48,7 @@ def run(
         if draft_logits is not None:
             draft_logits = draft_logits.to(DEVICE)
             states = [
-                draft_sample(draft_logits[:, j], sampling, positions, positions, vocab).state
+                draw_draft(draft_logits[:, j], sampling, positions, positions, vocab).state
                 for j in range(k_max)
             ]
             state = torch.stack(states, 1)
@@ -175,7 +175,7 @@ def test_bad_draft_row_becomes_a_one_hot_draft(road: str) -> None:
     target = torch.tensor([[0.0, 0.0, -INF, -INF]]).repeat(2, 1)
     positions = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     with on_road(road):
-        drawn = draft_sample(draft[:, 0].to(DEVICE), make_sampling(1), positions, positions, 4)
+        drawn = draw_draft(draft[:, 0].to(DEVICE), make_sampling(1), positions, positions, 4)
     assert drawn.token_ids.tolist() == [0]
     kept = run(road, target, [[0]], draft, words=accept_words(1, 0.49))
     assert kept.num_tokens.tolist() == [2]
@@ -193,7 +193,7 @@ def test_a_promise_that_all_are_greedy_changes_no_draft(road: str) -> None:
     at = torch.full((6,), 3, device=DEVICE)
     with on_road(road):
         short, long = (
-            draft_sample(logits, sampling, at, at, 70, samples=samples) for samples in (False, True)
+            draw_draft(logits, sampling, at, at, 70, draws=draws) for draws in (False, True)
         )
     assert torch.equal(short.token_ids, long.token_ids)
 
@@ -248,7 +248,7 @@ def test_subnormal_logits_and_both_zeros_keep_their_order(road: str) -> None:
     sampling = make_sampling(2, top_k=2)
     positions = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     with on_road(road):
-        state = draft_sample(target.to(DEVICE), sampling, positions, positions, 6).state[0]
+        state = draw_draft(target.to(DEVICE), sampling, positions, positions, 6).state[0]
     assert (float(state[2]), float(state[3])) == (0.0, 0.0)  # the zero of the lowest id
 
 
@@ -285,7 +285,7 @@ def test_draft_and_recovery_do_not_share_noise(road: str) -> None:
     positions = torch.full((batch,), 5, device=DEVICE)
     one = torch.ones(batch, dtype=torch.int32, device=DEVICE)
     with on_road(road):
-        drawn = draft_sample(draft[:, 0].to(DEVICE), sampling, positions, positions, vocab)
+        drawn = draw_draft(draft[:, 0].to(DEVICE), sampling, positions, positions, vocab)
         verified = verify(
             target.to(DEVICE), cu_rows_of(one), drawn.token_ids[:, None], one, draft.to(DEVICE),
             drawn.state[:, None].contiguous(), sampling, positions, vocab,

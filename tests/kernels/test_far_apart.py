@@ -17,7 +17,7 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.rope import rope_and_store
 from outrider.kernels.verify.logprobs import gather_logprobs
 from outrider.kernels.verify.step import SlotState
-from outrider.kernels.verify.verify import draft_sample
+from outrider.kernels.verify.verify import draw_draft
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 
@@ -122,7 +122,7 @@ def test_a_drafts_logits_are_kept_in_the_last_slot() -> None:
         make_sampling(num_slots),
     )
     logits = randn(1, VOCAB)
-    drawn = draft_sample(logits, slots, ints(num_slots - 1), ints(7), (kept, state), VOCAB)
+    drawn = draw_draft(logits, slots, ints(num_slots - 1), ints(7), (kept, state), VOCAB)
     assert torch.equal(kept[-1, -1], logits[0])
     assert slots.token_ids[-1, 9] == drawn[0]
     assert float(state[-1, -1, 0]) == float(logits.max())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from grids import pairwise
-from verification import DEVICE, DRAWING_ROADS, draft_sample, make_sampling, on_road
+from verification import DEVICE, DRAWING_ROADS, draw_draft, make_sampling, on_road
 
 from outrider.kernels.verify.sampling import Sampling, log_prob_reference
 
@@ -35,7 +35,7 @@ def kept_by_state(row: torch.Tensor, state: torch.Tensor) -> set[int]:
 def states(logits: torch.Tensor, sampling: Sampling, road: str, vocab: int) -> torch.Tensor:
     positions = torch.zeros(len(logits), dtype=torch.int64, device=DEVICE)
     with on_road(road):
-        return draft_sample(logits.to(DEVICE), sampling, positions, positions, vocab).state
+        return draw_draft(logits.to(DEVICE), sampling, positions, positions, vocab).state
 
 
 CASES = [

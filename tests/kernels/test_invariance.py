@@ -11,7 +11,7 @@ from verification import (
     HAS_KERNELS,
     Batch,
     cu_rows_of,
-    draft_sample,
+    draw_draft,
     equal,
     make_sampling,
     mixed_sampling,
@@ -60,7 +60,7 @@ def run(
     target[: sum(counts) + batch, :VOCAB] = torch.cat([request.target for request in requests])
     with on_road(road):
         for j in range(max(counts)):
-            drawn = draft_sample(logits[:, j], sampling, positions + j, positions, VOCAB)
+            drawn = draw_draft(logits[:, j], sampling, positions + j, positions, VOCAB)
             real = num_drafts > j
             ids[real, j], state[real, j] = drawn.token_ids[real], drawn.state[real]
         verified = verify(
@@ -95,7 +95,7 @@ def test_tokens_are_the_same_alone_and_in_company(
 def test_match_gives_the_same_tokens_whatever_k(temperature: float, road: str) -> None:
     """Reproducible with speculation on, off, or any k: each row's token is the position's own."""
     full = make_request(9, 3, rule=Rule.MATCH, temperature=temperature)
-    full = full._replace(draft=full.target[:3])  # every draft stands, so every row is compared
+    full = full._replace(draft=full.target[:3])  # every draft is accepted, so every row is compared
     plain = []
     for row in range(4):
         request = full._replace(
@@ -132,6 +132,6 @@ def test_promises_to_the_kernels_change_no_token(temperature: float, road: str) 
         promised = verify(
             batch.target_logits, batch.cu_rows, batch.draft_ids, batch.num_drafts,
             batch.draft_logits, batch.state, sampling, batch.positions, batch.vocab_size,
-            filters=False, samples=temperature > 0,
+            filters=False, draws=temperature > 0,
         )  # fmt: skip
     assert equal(promised, batch.verify(road))

@@ -38,7 +38,7 @@ def test_mixed_batch(
 
 @pytest.mark.parametrize("rule", list(Rule))
 def test_thirty_two_drafts_beside_none(rule: Rule) -> None:
-    """Models close enough that most drafts stand, past the first tile of rows."""
+    """Models close enough that most drafts are accepted, past the first tile of rows."""
     generator = torch.Generator().manual_seed(5)
     sampling = make_sampling(2, rule=rule, temperature=0.3)
     batch = Batch(generator, [32, 0], 40, torch.float32, sampling, 8.0, noise=0.005)

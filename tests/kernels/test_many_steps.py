@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 from exact_rules import Model, joint_of, random_model
-from verification import DEVICE, draft_sample, logits_of, make_sampling, on_road, verify
+from verification import DEVICE, draw_draft, logits_of, make_sampling, on_road, verify
 
 from outrider.kernels.verify.philox import Purpose, philox_reference
 from outrider.kernels.verify.sampling import Rule
@@ -58,7 +58,7 @@ def generate(rule: Rule, trials: int, keyed_by_position: bool = False) -> torch.
         for j in range(K):
             logits.append(draft_table[context_index(tokens)])
             key = anchor + j if keyed_by_position else anchor
-            drawn = draft_sample(logits[-1], sampling, anchor + j, key, VOCAB)
+            drawn = draw_draft(logits[-1], sampling, anchor + j, key, VOCAB)
             drafts.append(drawn.token_ids)
             states.append(drawn.state)
             tokens = torch.cat([tokens, drawn.token_ids[:, None]], 1)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from verification import DEVICE, draft_sample, make_sampling, on_road
+from verification import DEVICE, draw_draft, make_sampling, on_road
 
 from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.verify.match import noise_reference
@@ -26,7 +26,7 @@ def test_match_draws_from_p_over_blocks(top_k: int, road: str) -> None:
     positions = torch.arange(num_draws, device=DEVICE)
     with on_road(road):
         rows = logits.to(DEVICE).expand(num_draws, -1)
-        tokens = draft_sample(rows, sampling, positions, positions, vocab).token_ids
+        tokens = draw_draft(rows, sampling, positions, positions, vocab).token_ids
     counts = torch.bincount(tokens.cpu(), minlength=vocab)
     assert int(counts.sum()) == int(counts[list(kept)].sum())
     total = sum(kept.values())

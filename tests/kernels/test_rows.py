@@ -131,7 +131,7 @@ def test_other_layers_find_their_places_by_their_own_table(slots: Slots) -> None
 @pytest.mark.parametrize("width", [8, 300])
 def test_the_row_before_the_last_known_token_is_kept(width: int) -> None:
     slots = torch.tensor([4, 0, 2, 3, 5])  # the last is the dummy
-    # Two of three drafts stand, none does, a prompt ends, another goes on; padding.
+    # Two of three drafts are accepted, none is, a prompt ends, another goes on; padding.
     num_tokens = torch.tensor([41, 0, 9, 30, 7, 0])
     seq_lens = torch.tensor([8, 43, 8, 12, 0])
     bounds = torch.tensor([0, 4, 8, 16, 20, 20])

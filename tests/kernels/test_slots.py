@@ -8,7 +8,7 @@ from verification import DEVICE, Batch, Verified, equal, make_sampling, mixed_sa
 
 from outrider.kernels.verify.sampling import STATE_LOG_Z, Sampling
 from outrider.kernels.verify.step import SlotState
-from outrider.kernels.verify.verify import draft_sample, verify
+from outrider.kernels.verify.verify import draw_draft, verify
 
 NUM_SLOTS, WIDTH, VOCAB = 9, 64, 97
 DUMMY = NUM_SLOTS - 1
@@ -123,7 +123,7 @@ def test_drafts_are_written_with_what_they_were_drawn_from(keeps: bool, road: st
             torch.zeros(NUM_SLOTS, 3, 4, device=DEVICE),
         )
         with on_road(each):
-            drawn = draft_sample(logits, slots, slot, offset, kept if keeps else None, 4990)
+            drawn = draw_draft(logits, slots, slot, offset, kept if keeps else None, 4990)
         assert torch.equal(slots.num_tokens, known)
         assert torch.equal(slots.token_ids[slot, known[slot] + offset], drawn.int())
         results.append((drawn, slots.token_ids, kept))

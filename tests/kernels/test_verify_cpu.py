@@ -6,7 +6,7 @@ from torch import Tensor
 from verification import (
     DRAWING_ROADS,
     Batch,
-    draft_sample,
+    draw_draft,
     equal,
     make_sampling,
     mixed_sampling,
@@ -16,7 +16,7 @@ from verification import (
 from outrider.kernels.verify.cpu import probabilities, probabilities_reference, takes
 from outrider.kernels.verify.sampling import STATE_LOG_Z, STATE_THRESHOLD, Rule
 from outrider.kernels.verify.step import SlotState
-from outrider.kernels.verify.verify import draft_sample as draw_in_slots
+from outrider.kernels.verify.verify import draw_draft as draw_in_slots
 from outrider.kernels.verify.verify import verify as verify_in_slots
 
 pytestmark = pytest.mark.skipif("compiled" not in DRAWING_ROADS, reason="nothing was compiled here")
@@ -57,7 +57,7 @@ def test_a_real_vocabulary(rule: Rule, filters: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_more_drafts_stand_where_a_bad_row_has_no_mass(seed: int) -> None:
+def test_no_more_drafts_are_accepted_where_a_bad_row_has_no_mass(seed: int) -> None:
     """How much of a row after drafts is left decides the rule `block`, and NaN has no mass."""
     sampling = make_sampling(8, rule=Rule.BLOCK, seed=seed)
     batch = Batch(torch.Generator().manual_seed(seed), [3] * 8, 97, torch.float32, sampling)
@@ -76,9 +76,9 @@ def test_drafts_and_their_states(dtype: torch.dtype, vocab: int) -> None:
     sampling, anchor = mixed_sampling(64, 11), torch.arange(64) * 5
     arguments = logits, sampling, anchor + 2, anchor, vocab
     with on_road("reference"):
-        expected = draft_sample(*arguments)
+        expected = draw_draft(*arguments)
     with on_road("compiled"):
-        drawn = draft_sample(*arguments)
+        drawn = draw_draft(*arguments)
     assert torch.equal(drawn.token_ids, expected.token_ids)
     is_bad = expected.state[:, STATE_LOG_Z].isnan()
     assert is_bad.tolist() == [row in (3, 4, 6) for row in range(64)]
@@ -88,12 +88,12 @@ def test_drafts_and_their_states(dtype: torch.dtype, vocab: int) -> None:
     assert torch.equal(*exact)
 
 
-def slots_of(token_ids: Tensor, samples: bool = False, seed: int = 0) -> SlotState:
+def slots_of(token_ids: Tensor, draws: bool = False, seed: int = 0) -> SlotState:
     """Slots of greedy requests, or of all kinds. Shape: token_ids [NUM_SLOTS, width]."""
     num_tokens = torch.arange(NUM_SLOTS) % 3 + 1
     num_tokens[-1] = 0
     greedy = make_sampling(NUM_SLOTS, temperature=0)
-    sampling = mixed_sampling(NUM_SLOTS, seed) if samples else greedy
+    sampling = mixed_sampling(NUM_SLOTS, seed) if draws else greedy
     return SlotState(token_ids.clone(), num_tokens, sampling)
 
 
@@ -118,7 +118,7 @@ def drafted(
     for j in range(COLUMNS):
         with on_road("reference"):
             position = slots.num_tokens + j
-            drawn = draft_sample(logits[:, j], slots.sampling, position, slots.num_tokens, vocab)
+            drawn = draw_draft(logits[:, j], slots.sampling, position, slots.num_tokens, vocab)
         state[:, j] = drawn.state
     state[::4, 1, STATE_LOG_Z] = torch.nan
     return logits, state
@@ -126,10 +126,10 @@ def drafted(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1, 5, 16, 33, 1000])
-@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_as_many_drafts_stand_in_slots_as_by_the_reference(
-    dtype: torch.dtype, vocab: int, samples: bool, seed: int
+def test_as_many_drafts_are_accepted_in_slots_as_by_the_reference(
+    dtype: torch.dtype, vocab: int, draws: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     slot = torch.tensor([3, 0, 8, 5, 8], dtype=torch.int32)  # the last one twice: nobody
@@ -139,21 +139,21 @@ def test_as_many_drafts_stand_in_slots_as_by_the_reference(
     logits = some_logits(int(cu_rows[-1]), vocab, dtype, seed)
     token_ids = torch.randint(0, vocab, (NUM_SLOTS, 12), generator=generator).int()
     first = slots_of(token_ids)
-    for i, s in enumerate(slot.tolist()[:-1]):  # drafts that often stand
+    for i, s in enumerate(slot.tolist()[:-1]):  # drafts that are often accepted
         best = logits[int(cu_rows[i]) : int(cu_rows[i + 1]), :vocab].float().nan_to_num()
         at = int(first.num_tokens[s])
         token_ids[s, at : at + len(best) - 1] = best.argmax(1)[:-1].int()
         if len(best) > 2 and seed % 3:
             token_ids[s, at + 1] = 0
-    mine, theirs = (slots_of(token_ids, samples, seed) for _ in range(2))
-    kept = drafted(theirs, vocab, dtype, generator) if samples and seed % 3 else None
+    mine, theirs = (slots_of(token_ids, draws, seed) for _ in range(2))
+    kept = drafted(theirs, vocab, dtype, generator) if draws and seed % 3 else None
 
     outcomes = []
     for road, slots in (("compiled", mine), ("reference", theirs)):
         with on_road(road):
             outcomes.append(
                 verify_in_slots(
-                    logits, cu_rows, slots, slot, num_drafts, COLUMNS, kept, vocab, samples=samples
+                    logits, cu_rows, slots, slot, num_drafts, COLUMNS, kept, vocab, draws=draws
                 )
             )
     assert torch.equal(*outcomes)
@@ -165,15 +165,15 @@ def test_as_many_drafts_stand_in_slots_as_by_the_reference(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1, 5, 33, 1000])
-@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_in_slots_are_those_of_the_reference(
-    dtype: torch.dtype, vocab: int, samples: bool, seed: int
+    dtype: torch.dtype, vocab: int, draws: bool, seed: int
 ) -> None:
     slot, offset = torch.tensor([3, 0, 8, 5, 6]), torch.tensor([0, 2, 0, 1, 2])
     logits = some_logits(len(slot), vocab, dtype, seed)
     none = torch.zeros(NUM_SLOTS, 12).int()
-    mine, theirs = (slots_of(none, samples, seed) for _ in range(2))
+    mine, theirs = (slots_of(none, draws, seed) for _ in range(2))
     kept, kept_theirs = (
         (torch.zeros(NUM_SLOTS, COLUMNS, vocab + 3).to(dtype), torch.zeros(NUM_SLOTS, COLUMNS, 4))
         for _ in range(2)
@@ -182,8 +182,8 @@ def test_drafts_in_slots_are_those_of_the_reference(
     drawn = []
     for road, slots, its in (("compiled", mine, kept), ("reference", theirs, kept_theirs)):
         with on_road(road):
-            its = its if samples else None
-            drawn.append(draw_in_slots(logits, slots, slot, offset, its, vocab, samples=samples))
+            its = its if draws else None
+            drawn.append(draw_in_slots(logits, slots, slot, offset, its, vocab, draws=draws))
     assert torch.equal(*drawn)
     assert torch.equal(mine.token_ids, theirs.token_ids)
     assert torch.equal(mine.num_tokens, theirs.num_tokens)

@@ -30,7 +30,7 @@ def test_metrics_have_the_shape_of_vllm_and_add_up(serve: Serve) -> None:
     }
 
 
-def test_stream_tells_them_with_its_usage(serve: Serve) -> None:
+def test_stream_returns_them_with_its_usage(serve: Serve) -> None:
     served = serve(play)
     *chunks, last = post(served.app, ASK | STREAM).chunks
     assert last["metrics"] == post(served.app, ASK).json()["metrics"]
@@ -52,15 +52,15 @@ def test_several_sequences_are_counted_together(serve: Serve, fields: Any) -> No
 
 
 @pytest.mark.parametrize("fields", [{"speculation": {}}, {"speculation": None}])
-def test_nothing_is_told_unasked(serve: Serve, fields: Any) -> None:
+def test_nothing_is_returned_unasked(serve: Serve, fields: Any) -> None:
     assert "metrics" not in post(serve(play).app, ASK | fields).json()
 
 
-def test_nothing_is_told_where_nothing_was_drafted(serve: Serve) -> None:
+def test_nothing_is_returned_where_nothing_was_drafted(serve: Serve) -> None:
     assert "metrics" not in post(serve().app, ASK).json()
 
 
-def test_server_can_tell_them_unless_declined(serve: Serve) -> None:
+def test_server_can_return_them_unless_declined(serve: Serve) -> None:
     served = serve(play, speculation_metrics=True)
     assert "metrics" in post(served.app, {"prompt": "Hi"}).json()
     decline = {"prompt": "Hi", "speculation": {"metrics": False}}

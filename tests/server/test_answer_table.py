@@ -132,7 +132,7 @@ def test_what_is_not_served_is_404_in_the_shape_of_errors(site: Site, path: str)
 
 @each_endpoint
 @streamed_or_whole
-def test_prompt_that_is_too_long_is_told_before_any_stream(
+def test_prompt_that_is_too_long_is_refused_before_any_stream(
     site: Site, path: str, stream: bool
 ) -> None:
     long = {"prompt": "x " * 2000, "messages": [{"role": "user", "content": "x " * 2000}]}
@@ -262,7 +262,7 @@ def test_unknown_fields_are_ignored_and_removed_spellings_refused(site: Site, pa
 
 
 @each_endpoint
-def test_null_stands_for_every_default(site: Site, path: str) -> None:
+def test_null_means_every_default(site: Site, path: str) -> None:
     name = "ChatCompletionRequest" if "chat" in path else "CompletionRequest"
     schema = site.http.get("/openapi.json").json()["components"]["schemas"][name]
     nulls = dict.fromkeys(schema["properties"].keys() - {"prompt", "messages"})
@@ -383,7 +383,7 @@ def test_logprob_of_minus_infinity_is_clamped_and_nan_fails_the_request(
         ("grammar: no token can go on with the text", None),
     ],
 )
-def test_request_that_leaves_itself_no_token_is_told_so(
+def test_request_that_leaves_itself_no_token_is_refused_so(
     site: Site, path: str, stream: bool, message: str, param: str | None
 ) -> None:
     site.served.client.play = lambda request: [

@@ -33,7 +33,7 @@ def test_request_id_is_echoed_or_made(serve: Serve) -> None:
     assert len(unfit) == 32
 
 
-def test_a_proxy_may_tell_that_the_application_starts(serve: Serve) -> None:
+def test_a_proxy_may_find_the_application_starting(serve: Serve) -> None:
     told = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
     heard: list[str] = []
 
@@ -248,7 +248,7 @@ def test_stopped_engine_ends_streams_with_an_error_event(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
-def test_health_tells_its_reason_to_those_whom_a_request_would_tell_it(
+def test_health_shows_its_reason_to_those_whom_a_request_would_show_it(
     serve: Serve, path: str
 ) -> None:
     served, open_to_all = serve(api_keys=("one",)), serve()
@@ -300,7 +300,7 @@ def test_probes_may_ask_for_the_head_alone(serve: Serve, path: str, state: Engin
         assert head.headers[name] == whole.headers[name]
 
 
-def test_models_tell_the_context_length(serve: Serve) -> None:
+def test_models_show_the_context_length(serve: Serve) -> None:
     served = serve()
     (model,) = get(served.app, "/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == ("test-model", 1000)

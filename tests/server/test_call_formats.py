@@ -299,7 +299,7 @@ def test_a_header_that_is_cut_off_is_no_content() -> None:
     assert parts_of("harmony", "<|channel|>final<|message|>") == []
 
 
-def test_channels_are_taken_apart_without_tools_and_told_by_their_tokens() -> None:
+def test_channels_are_taken_apart_without_tools_and_known_by_their_tokens() -> None:
     form = MessageFormat(SHOWN["harmony"])
     assert form.has_reasoning
     assert {"<|channel|>", "<|message|>", "<|end|>", "<|start|>"} <= set(form.delimiters or ())

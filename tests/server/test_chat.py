@@ -287,7 +287,7 @@ def test_tools_are_shown_to_the_template_as_they_came(serve: Serve) -> None:
     assert prompt_of(serve(), tools=[TOOL], tool_choice="none") == PROMPT
 
 
-def test_null_in_a_tool_stands_for_what_is_left_out(serve: Serve) -> None:
+def test_null_in_a_tool_means_left_out(serve: Serve) -> None:
     nulls = {"parameters": None, "description": None, "strict": None}
     tool = {"type": "function", "function": {"name": "weather"} | nulls}
     shown = '{"type": "function", "function": {"name": "weather"}}'

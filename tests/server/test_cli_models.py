@@ -74,7 +74,7 @@ def test_wrong_settings_exit_with_2_and_one_line() -> None:
     )
 
 
-def test_a_misspelt_config_in_the_place_of_a_model_is_told_the_nearest() -> None:
+def test_a_misspelt_config_in_the_place_of_a_model_gets_the_nearest_name() -> None:
     result = outrider("serve", "qwen3-8b-eagel3")
     assert result.exit_code == 2
     assert "did you mean the config 'qwen3-8b-eagle3'" in result.stderr

@@ -169,7 +169,7 @@ def test_a_top_k_above_any_vocabulary_keeps_every_token(serve: Serve) -> None:
     assert served.client.submitted[0][0].params.top_k == 2**31 - 1
 
 
-def test_null_stands_for_the_default(serve: Serve) -> None:
+def test_null_means_the_default(serve: Serve) -> None:
     served = serve()
     fields = ("max_tokens", "temperature", "n", "stop", "seed", "logprobs", "stream", "top_k")
     assert post(served.app, {"prompt": "Hi"} | dict.fromkeys(fields)).status == 200
@@ -285,7 +285,7 @@ def test_echo_of_token_ids_is_their_text(serve: Serve, tokenizer: Tokenizer) -> 
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("adds_token", [True, False])
-def test_tokens_of_an_echoed_text_are_told_at_their_places_in_it(
+def test_tokens_of_an_echoed_text_are_returned_at_their_places_in_it(
     adds_token: bool, skip: bool
 ) -> None:
     wrapper = byte_level_wrapper()

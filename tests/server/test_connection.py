@@ -170,7 +170,7 @@ def test_bytes_that_begin_no_request_do_not_keep_a_connection(serve: Serve, firs
     ],
     ids=["newlines", "trailer", "trailers", "chunk extension", "path", "headers"],
 )
-def test_what_is_never_told_to_anybody_is_bounded(serve: Serve, flood: bytes) -> None:
+def test_what_is_never_read_by_anybody_is_bounded(serve: Serve, flood: bytes) -> None:
     first, more = flood[:-5], flood[-5:] * 4096
     sent_bytes = 0
     with on_a_socket(serve()) as url:

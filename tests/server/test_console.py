@@ -21,7 +21,7 @@ def idle_client() -> ScriptedClient:
     return ScriptedClient(lambda request: [], vocab_size=100)
 
 
-def test_status_line_tells_rates_since_the_last_one() -> None:
+def test_status_line_shows_rates_since_the_last_one() -> None:
     before = EngineStats(
         generation_tokens=100, drafted_per_position=[10, 10], accepted_per_position=[5, 5]
     )

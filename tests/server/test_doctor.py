@@ -93,7 +93,7 @@ def test_files_for_clients_that_cannot_be_used_are_missing(
     assert words in " ".join(result.stdout.split())
 
 
-def test_what_clients_need_is_told() -> None:
+def test_what_clients_need_is_shown() -> None:
     assert network.clients(ServerSettings()).text == "no key is asked for; no TLS"
     found = network.clients(ServerSettings(api_keys=(SecretStr("a"), SecretStr("b"))))
     assert (found.state, found.text) == ("ok", "2 keys; no TLS")
@@ -203,13 +203,13 @@ def test_a_configured_pair_is_looked_at_in_place_of_suggested_ones(
     assert "mine, as configured" in CliRunner().invoke(app, ["doctor", *set_model]).stdout
 
 
-def test_a_small_machine_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_machine_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 4 * 10**8)
     assert machine.memory().state == "note"
     assert machine.pair(has_hub=True).state == "bad"
 
 
-def test_macos_is_told_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_macos_is_shown_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.sys, "platform", "darwin")
     found = machine.system()
     assert (found.state, "CPU path only" in str(found.remedy)) == ("note", True)

@@ -193,7 +193,7 @@ def test_errors_stay_small_however_wrong_the_body(serve: Serve) -> None:
     assert len(named_by_the_client.body) < 4000
 
 
-def test_prompt_that_is_too_long_is_told_in_the_words_clients_match(serve: Serve) -> None:
+def test_prompt_that_is_too_long_is_refused_in_the_words_clients_match(serve: Serve) -> None:
     reply = post(serve().app, {"prompt": [70] * 990, "max_tokens": 11, "stream": True})
     assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
     assert reply.error["message"].startswith(
@@ -281,7 +281,7 @@ def test_failure_under_way_of_a_whole_answer_is_an_error(serve: Serve) -> None:
     assert reply.status == 503
 
 
-def test_bug_in_mid_stream_is_logged_and_not_told(
+def test_bug_in_mid_stream_is_logged_and_not_shown(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     served = serve(lambda request: [*steps(request, [70, 71])[:1], ZeroDivisionError("secret")])

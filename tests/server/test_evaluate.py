@@ -132,7 +132,7 @@ def test_only_what_drafted_is_named(target: Path, tmp_path: Path) -> None:
     assert json.loads(file.read_text())["draft"] is None
 
 
-def test_an_exact_pair_is_told_so(target: Path) -> None:
+def test_an_exact_pair_is_called_so(target: Path) -> None:
     result = CliRunner().invoke(app, arguments_of(target))
     assert result.exit_code == 0, result.output
     assert "Exact: 24 answers" in result.output  # 4 prompts, 2 temperatures, k = 3, own k, together
@@ -156,14 +156,14 @@ def test_the_first_difference_is_shown(target: Path, monkeypatch: pytest.MonkeyP
     assert "promises that there is none: please report it" in words
 
 
-def test_what_is_exact_by_chance_is_told_so(target: Path) -> None:
+def test_what_is_exact_by_chance_is_called_so(target: Path) -> None:
     once = ["--temperature", "0", "--set", "engine.batch_invariant=false"]
     result = CliRunner().invoke(app, [*arguments_of(target), *once])
     assert "Nothing promises it here" in " ".join(result.output.split())
     assert result.exit_code == ("Not exact" in result.output)
 
 
-def test_a_missing_gpu_is_told_before_a_model_is_fetched() -> None:
+def test_a_missing_gpu_is_reported_before_a_model_is_fetched() -> None:
     arguments = ["evaluate", "./nowhere", "--set", "target.device=cuda:99"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
@@ -178,7 +178,7 @@ def test_a_missing_gpu_is_told_before_a_model_is_fetched() -> None:
         (["--check-exact", "--json", "out.json"], "measures nothing"),
     ],
 )
-def test_what_cannot_be_measured_is_told_first(arguments: list[str], words: str) -> None:
+def test_what_cannot_be_measured_is_refused_first(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(app, ["evaluate", *arguments])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())

@@ -136,7 +136,7 @@ def settings_of(models: Path, *assignments: str) -> Settings:
     return load_settings(assignments=given, environ={})
 
 
-def test_the_known_draft_is_loaded_with_its_k_and_the_reason_is_told(
+def test_the_known_draft_is_loaded_with_its_k_and_the_reason_is_shown(
     models: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -357,7 +357,7 @@ def test_a_draft_and_no_draft_exclude_each_other() -> None:
     assert "excludes" in result.output
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_shown() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout.startswith("outrider 0.")
 
 

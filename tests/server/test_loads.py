@@ -58,7 +58,7 @@ def test_get_load_has_what_vllm_router_reads(busy: Served) -> None:
     assert get(busy.app, "/get_load", KEY).json() == {"load": 5}
 
 
-def test_load_is_told_as_vllm_does(busy: Served) -> None:
+def test_load_is_reported_as_vllm_does(busy: Served) -> None:
     assert get(busy.app, "/load", KEY).json() == {"server_load": 5}
 
 

@@ -75,7 +75,7 @@ SAID = f"<think>Hm.</think>Let me see. {CALL_ROME}\n{CALL_ROME}"
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_stream_tells_what_the_whole_answer_has(
+def test_stream_returns_what_the_whole_answer_has(
     serve: Serve, tokenizer: Tokenizer, thinking: bool
 ) -> None:
     served = saying(serve, tokenizer, SAID)
@@ -144,7 +144,7 @@ def test_stop_reason_says_why(
     assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, sequence)
 
 
-def test_arguments_that_are_cut_off_tell_what_there_is(serve: Serve, tokenizer: Tokenizer) -> None:
+def test_arguments_that_are_cut_off_show_what_there_is(serve: Serve, tokenizer: Tokenizer) -> None:
     text = CALL_ROME[: CALL_ROME.index("city")]
     served = saying(serve, tokenizer, text)
     (block,) = ask(served, tools=[WEATHER]).json()["content"]
@@ -423,7 +423,7 @@ def test_anthropic_client_reads_all_of_it(serve: Serve, tokenizer: Tokenizer) ->
             wrong.messages.create(**request)
 
 
-def test_document_tells_of_both_kinds_of_error(serve: Serve) -> None:
+def test_document_has_both_kinds_of_error(serve: Serve) -> None:
     document = get(serve().app, "/openapi.json").json()
     for path, name in (("/v1/messages", "AnthropicError"), ("/v1/completions", "ErrorResponse")):
         schema = document["paths"][path]["post"]["responses"]["4XX"]["content"]["application/json"]

@@ -170,7 +170,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         resolve_device("gpu")
 
 
-def test_a_config_that_contradicts_itself_is_told(models: Path) -> None:
+def test_a_config_that_contradicts_itself_is_reported(models: Path) -> None:
     path = models / "draft/config.json"
     before = path.read_text()
     path.write_text(json.dumps(json.loads(before) | {"layer_types": ["full_attention"] * 3}))
@@ -321,7 +321,7 @@ def test_the_mtp_head_of_a_target_is_a_draft_by_the_name_of_mtp(
     assert not config.target.is_mtp
 
 
-def test_a_target_without_an_mtp_head_is_told_before_anything_is_loaded(models: Path) -> None:
+def test_a_target_without_an_mtp_head_is_reported_before_anything_is_loaded(models: Path) -> None:
     with pytest.raises(ModelError, match=r"draft\.model = 'mtp': no MTP head is known for models"):
         prepare_pair(
             load_settings(

@@ -104,13 +104,13 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_a_pointer_of_git_lfs_is_told_from_the_file(home: Path, name: str) -> None:
+def test_a_pointer_of_git_lfs_is_known_from_the_file(home: Path, name: str) -> None:
     (model_directory(home / "m") / name).write_text(POINTER)
     with pytest.raises(ModelError, match=rf"m/{name} is a pointer of Git LFS.*`git lfs pull`"):
         resolve.resolve("m")
 
 
-def test_a_pointer_in_place_of_a_gguf_file_is_told(home: Path) -> None:
+def test_a_pointer_in_place_of_a_gguf_file_is_reported(home: Path) -> None:
     (home / "m.gguf").write_text(POINTER)
     with pytest.raises(ModelError, match=r"m\.gguf is a pointer of Git LFS"):
         resolve.resolve("m.gguf")

@@ -52,7 +52,7 @@ def prompt_of(served: Served, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
 
 
-def test_a_chat_streams_lines_unless_told_otherwise(serve: Serve, tokenizer: Tokenizer) -> None:
+def test_a_chat_streams_lines_unless_asked_otherwise(serve: Serve, tokenizer: Tokenizer) -> None:
     served = saying(serve, tokenizer, "Hello you")
     *said, last = lines(chat(served))
     assert "".join(line["message"]["content"] for line in said) == "Hello you"

@@ -66,7 +66,7 @@ def test_chat_shows_the_answer_and_what_was_accepted(serve: Serve, tokenizer: To
     assert plain.params.num_speculative_tokens == 0
 
 
-def test_colours_tell_accepted_tokens_from_others(
+def test_colours_separate_accepted_tokens_from_others(
     serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -84,7 +84,7 @@ def test_an_error_ends_a_turn_and_not_the_conversation(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("command", ["chat", "bench"])
-def test_what_keeps_from_asking_is_told(
+def test_what_keeps_from_asking_is_shown(
     serve: Serve, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = outrider(command, NOWHERE)
@@ -135,7 +135,7 @@ def token(text: str, **more: Any) -> dict[str, Any]:
     return {"token": text, "text": text, "bytes": list(text.encode()), **more}
 
 
-def test_chat_tells_recovered_from_bonus_tokens_by_a_trace() -> None:
+def test_chat_separates_recovered_from_bonus_tokens_by_a_trace() -> None:
     steps_of = [
         [token("<think>", kind="plain"), token("Hm", kind="recovered")],
         [token("A", kind="accepted"), token("ß", kind="bonus")],
@@ -183,7 +183,7 @@ def test_chat_shows_how_far_the_prompt_is(monkeypatch: pytest.MonkeyPatch) -> No
     assert shown == ["reading the prompt: 1,024 of 5,000 tokens"]
 
 
-def test_an_error_in_the_stream_is_told() -> None:
+def test_an_error_in_the_stream_is_shown() -> None:
     with other_server([{"error": {"message": "out of pages"}}]) as (url, _):
         assert "ended the answer: out of pages" in outrider("chat", url, say="Hi\n").stderr
 

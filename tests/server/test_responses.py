@@ -124,7 +124,7 @@ def test_tokens_of_the_prompt_are_counted(serve: Serve, tokenizer: Tokenizer) ->
 
 
 @pytest.mark.parametrize("tools", [[], [WEATHER, NOTE]])
-def test_stream_tells_what_the_whole_answer_has(
+def test_stream_returns_what_the_whole_answer_has(
     serve: Serve, tokenizer: Tokenizer, tools: list[Any]
 ) -> None:
     served = saying(serve, tokenizer, SAID)
@@ -313,7 +313,7 @@ def test_input_items_come_in_pages(serve: Serve, tokenizer: Tokenizer) -> None:
         assert (reply.status, reply.error["param"]) == (400, query.partition("=")[0])
 
 
-def test_input_items_tell_what_the_assistant_said_as_output(
+def test_input_items_show_what_the_assistant_said_as_output(
     serve: Serve, tokenizer: Tokenizer
 ) -> None:
     served = saying(serve, tokenizer, "Hello")
@@ -394,7 +394,7 @@ def test_conversation_that_is_larger_than_a_body_may_be_does_not_go_on(
     assert "server.max_body_bytes" in reply.error["message"]
 
 
-def test_conversation_goes_on_without_the_logprobs_that_were_told(
+def test_conversation_goes_on_without_the_logprobs_that_were_returned(
     serve: Serve, tokenizer: Tokenizer
 ) -> None:
     served = saying(serve, tokenizer, "Hello " * 50, max_body_bytes=4096)

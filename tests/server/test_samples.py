@@ -73,7 +73,7 @@ def test_prompt_logprobs_have_the_shape_of_vllm(serve: Serve) -> None:
     assert unasked["prompt_logprobs"] is None
 
 
-def test_prompt_logprobs_of_a_chat_stand_beside_its_choices(serve: Serve) -> None:
+def test_prompt_logprobs_of_a_chat_are_beside_its_choices(serve: Serve) -> None:
     answer = post(serve().app, CHAT | {"prompt_logprobs": 1}, path="/v1/chat/completions").json()
     assert answer["prompt_logprobs"][0] is None
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]

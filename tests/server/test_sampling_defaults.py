@@ -55,7 +55,7 @@ def test_the_length_of_a_chat_is_bounded_as_the_model_recommends(serve: Serve) -
     assert params_of(large, chat).max_tokens < 1000  # what the context has room for
 
 
-def test_outrider_stands_for_neutral_ones_and_a_directory_for_its_own(tmp_path: Path) -> None:
+def test_outrider_means_neutral_ones_and_a_directory_for_its_own(tmp_path: Path) -> None:
     write(tmp_path, **QWEN)
     assert sampling_defaults("outrider", tmp_path) == NEUTRAL
     other = tmp_path / "other"

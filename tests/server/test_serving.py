@@ -47,7 +47,7 @@ def listener() -> socket.socket:
 
 
 @pytest.mark.parametrize("num_sockets", [1, 2])
-def test_taken_port_is_told_before_anything_is_loaded(
+def test_taken_port_is_reported_before_anything_is_loaded(
     listener: socket.socket, num_sockets: int
 ) -> None:
     shared = share(listener, num_sockets)  # the other server, while it still loads
@@ -201,8 +201,8 @@ def test_json_logs_of_a_start_are_nothing_but_json() -> None:
 from outrider.server.cli import serving
 from outrider.server.config.settings import Settings
 from outrider.server.models.store import ModelError
-async def prepare(settings, progress):
-    progress("loading the target", 0, 1)
+async def prepare(settings, report):
+    report("loading the target", 0, 1)
     raise ModelError("no target")
 serving.prepare = prepare
 raise SystemExit(serving.serve(Settings(server={"port": 0, "log_format": "json"})))
@@ -228,7 +228,7 @@ def test_server_speaks_https_with_a_certificate(serve: Serve, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("content", [None, "no certificate"])
-def test_a_certificate_that_cannot_be_used_is_told_at_once(
+def test_a_certificate_that_cannot_be_used_is_reported_at_once(
     tmp_path: Path, content: str | None
 ) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"

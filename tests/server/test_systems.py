@@ -125,7 +125,7 @@ def test_the_server_runs_without_triton(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
-def test_windows_is_told_what_works() -> None:
+def test_windows_is_shown_what_works() -> None:
     script = "import sys; sys.platform = 'win32'; sys.modules['fcntl'] = None\n"
     script += "from outrider.server.__main__ import main; main()"
     command = [sys.executable, "-P", "-c", script]

@@ -65,7 +65,7 @@ def test_answers_have_the_times_of_vllm(serve: Serve, path: str, stream: bool) -
     assert metrics == EACH
 
 
-def test_times_stand_beside_what_became_of_the_drafts(serve: Serve) -> None:
+def test_times_are_beside_what_became_of_the_drafts(serve: Serve) -> None:
     body = {"prompt": "Hi", "metrics": True, "speculation": {"metrics": True}}
     metrics = post(serve(play).app, body).json()["metrics"]
     assert metrics.pop("speculative_decoding")["num_draft_tokens"] == 3

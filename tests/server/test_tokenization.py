@@ -67,7 +67,7 @@ def test_tokens_become_text_again(serve: Serve, tokenizer: Tokenizer) -> None:
     assert post(serve().app, {"tokens": []}, path="/detokenize").json() == {"prompt": ""}
 
 
-def test_tokenizer_tells_its_special_tokens_and_template(serve: Serve) -> None:
+def test_tokenizer_shows_its_special_tokens_and_template(serve: Serve) -> None:
     info = get(serve().app, "/tokenizer_info").json()
     assert info["eos_token"] == "<eos>"
     assert info["chat_template"] == CHAT_TEMPLATE

@@ -141,7 +141,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
-def test_calls_are_told_from_content(name: str, text: str, expected: list[Any]) -> None:
+def test_calls_are_separated_from_content(name: str, text: str, expected: list[Any]) -> None:
     assert parse(name, text) == expected
 
 
@@ -220,7 +220,7 @@ def test_a_value_in_a_tag_has_the_type_of_its_schema(
 @pytest.mark.parametrize(
     ("written", "expected"), [("Ro", '{"a": "Ro'), ("null", '{"a": '), ("N", '{"a": ')]
 )
-def test_a_text_is_told_while_it_is_written_once_it_is_not_null(
+def test_a_text_is_streamed_while_it_is_written_once_it_is_not_null(
     written: str, expected: str
 ) -> None:
     parameters = {"properties": {"a": {"type": ["string", "null"]}}}
@@ -232,7 +232,7 @@ def test_a_text_is_told_while_it_is_written_once_it_is_not_null(
 
 
 @pytest.mark.parametrize("sizes", [[1], [3, 5], [1000]])
-def test_reasoning_is_told_from_content(sizes: list[int]) -> None:
+def test_reasoning_is_separated_from_content(sizes: list[int]) -> None:
     think = [Text("Rome?\n", reasoning=True)]
     said = parse("hermes", f"<think>Rome?\n</think>{CALL_ROME}", sizes=sizes, reasoning=True)
     assert said == [*think, ROME]
@@ -278,7 +278,7 @@ def test_response_template_of_a_model_goes_before_its_chat_template() -> None:
         (MessageFormat("", OWN), 1),  # which tells only what a piece ends with
     ],
 )
-def test_a_text_tells_where_it_ends(form: MessageFormat, size: int) -> None:
+def test_a_text_shows_where_it_ends(form: MessageFormat, size: int) -> None:
     text = f"<think>Hm. </think>\n\nLet <a>\n\n see. \n{CALL_ROME}\n\nDone.\n"
     parser = form.parser("x<a>", tools_by_name([WEATHER]))
     assert parser is not None
@@ -331,7 +331,7 @@ def test_answer_has_calls_in_the_shape_of_openai(serve: Serve, tokenizer: Tokeni
     )
 
 
-def test_stream_tells_calls_while_they_are_written(serve: Serve, tokenizer: Tokenizer) -> None:
+def test_stream_returns_calls_while_they_are_written(serve: Serve, tokenizer: Tokenizer) -> None:
     served = stopping(serve(tool_call_format="hermes"), tokenizer, f"Hm. {CALL_ROME}{CALL_ROME}")
     choices = [chunk["choices"][0] for chunk in chat(served, stream=True).chunks]
     chunks = [
@@ -512,7 +512,7 @@ def test_an_answer_that_follows_a_grammar_is_content_behind_an_open_think() -> N
         ("{{ '<think>' }}", {"content": {}}, False),
     ],
 )
-def test_templates_tell_whether_a_model_reasons(
+def test_templates_show_whether_a_model_reasons(
     chat_template: str, fields: dict[str, Any] | None, expected: bool
 ) -> None:
     template = None if fields is None else {"fields": fields}

@@ -584,7 +584,7 @@ def test_call_of_a_strict_tool_follows_its_schema_behind_a_thought_of_the_last_m
         assert fits(marking_compiler, marking, grammar, text) == allowed
 
 
-def test_reasoning_before_the_call_of_a_strict_tool_is_told_apart(
+def test_reasoning_before_the_call_of_a_strict_tool_is_separated(
     marking: Tokenizer, marking_compiler: GrammarCompiler
 ) -> None:
     served = saying(f"<think>Hm.</think>{marked(CALL_ADD)}", marking, marking_compiler)

@@ -35,7 +35,7 @@ def told(served: Served, body: dict[str, Any], path: str) -> list[dict[str, Any]
 
 
 @BOTH
-def test_each_step_tells_its_drafts_and_the_kind_of_each_token(
+def test_each_step_returns_its_drafts_and_the_kind_of_each_token(
     serve: Serve, path: str, body: dict[str, Any]
 ) -> None:
     first, second, third = told(serve(play), body, path)
@@ -50,7 +50,7 @@ def test_each_step_tells_its_drafts_and_the_kind_of_each_token(
 
 
 @BOTH
-def test_a_stream_tells_the_same_step_by_step(
+def test_a_stream_returns_the_same_step_by_step(
     serve: Serve, path: str, body: dict[str, Any]
 ) -> None:
     served = serve(play)
@@ -66,7 +66,7 @@ MESSAGE = CHAT | {"max_tokens": 9, "speculation": {"trace": True, "metrics": Tru
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/responses", RESPONSE), ("/v1/messages", MESSAGE)])
-def test_responses_and_messages_tell_what_chats_tell(
+def test_responses_and_messages_return_what_chats_return(
     serve: Serve, path: str, body: dict[str, Any]
 ) -> None:
     served = serve(play)
@@ -115,7 +115,7 @@ def test_tokens_behind_a_stop_string_are_left_out(serve: Serve, tokenizer: Token
     assert {token["kind"] for token in step["tokens"]} == {"accepted"}
 
 
-def test_nothing_is_told_unasked(serve: Serve) -> None:
+def test_nothing_is_returned_unasked(serve: Serve) -> None:
     served = serve(play)
     for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
         choice = post(served.app, body | {"speculation": {}}, path=path).json()["choices"][0]

@@ -85,7 +85,7 @@ def told(server: RunningServer, **fields: object) -> list[dict[str, Any]]:
     return list(answer.json()["choices"][0]["trace"])
 
 
-def test_tokens_have_the_text_and_the_kind_that_the_server_tells(
+def test_tokens_have_the_text_and_the_kind_that_the_server_returns(
     page: Page, server: RunningServer
 ) -> None:
     ask(page, mode="completion", max_tokens=40)
@@ -229,7 +229,7 @@ def test_a_schema_binds_the_answer_and_a_wrong_one_is_not_sent(page: Page) -> No
     assert page.text(".as-text > .prose").strip() in ("true", "false")
 
 
-def test_pointing_at_a_token_tells_all_that_is_known_of_it(
+def test_pointing_at_a_token_shows_all_that_is_known_of_it(
     page: Page, server: RunningServer
 ) -> None:
     from selenium.webdriver import ActionChains
@@ -380,7 +380,7 @@ def test_stop_ends_the_request_on_the_server_too(page: Page, server: RunningServ
     server.wait_for("outrider_requests_running 0")
 
 
-def test_a_slow_engine_is_told_and_may_yet_answer(page: Page, server: RunningServer) -> None:
+def test_a_slow_engine_is_shown_and_may_yet_answer(page: Page, server: RunningServer) -> None:
     server.engine.suspend()
     try:
         ask(page, max_tokens=10)
@@ -391,7 +391,7 @@ def test_a_slow_engine_is_told_and_may_yet_answer(page: Page, server: RunningSer
     assert ": 10 tokens in " in finished(page)
 
 
-def test_an_engine_that_dies_is_told_and_the_next_answer_comes(
+def test_an_engine_that_dies_is_shown_and_the_next_answer_comes(
     page: Page, server: RunningServer
 ) -> None:
     ask(page, max_tokens=3000)

@@ -59,7 +59,7 @@ def test_it_can_be_turned_off(serve: Serve, path: str) -> None:
     assert get(serve(ui=False).app, path).status == 404
 
 
-def test_info_tells_what_is_served(serve: Serve) -> None:
+def test_info_shows_what_is_served(serve: Serve) -> None:
     served = serve()
     told = get(served.app, "/info").json()
     assert (told["model"], told["state"], told["chats"]) == ("test-model", "ready", True)
@@ -70,7 +70,7 @@ def test_info_tells_what_is_served(serve: Serve) -> None:
     assert (told["state"], told["engine"]) == ("starting", None)
 
 
-def test_the_page_asks_for_no_more_logprobs_than_the_server_tells(serve: Serve) -> None:
+def test_the_page_asks_for_no_more_logprobs_than_the_server_returns(serve: Serve) -> None:
     served = serve(max_logprobs=2)
     most = get(served.app, "/info").json()["max_logprobs"]
     assert most == 2
@@ -104,7 +104,7 @@ def first_events(served: Served, number: int) -> list[Any]:
     return asyncio.run(run())
 
 
-def test_the_stream_of_numbers_tells_how_the_engine_stands(serve: Serve) -> None:
+def test_the_stream_of_numbers_shows_the_engines_state(serve: Serve) -> None:
     served = serve()
     served.client.stats = EngineStats(
         num_running=2, pages_used=3, generation_tokens=50, drafted_per_position=[9, 4]
@@ -174,7 +174,7 @@ def test_an_interval_is_checked(serve: Serve, interval: str) -> None:
     assert asyncio.run(run()) == 400
 
 
-def test_a_dead_engine_is_told_in_the_stream(serve: Serve) -> None:
+def test_a_dead_engine_is_shown_in_the_stream(serve: Serve) -> None:
     served = serve()
     served.client.state = "restarting"
     assert get(served.app, "/info").json()["state"] == "restarting"

@@ -112,7 +112,7 @@ def test_an_engine_on_a_cpu_has_no_triton(server: RunningServer) -> None:
     assert "libtriton" not in maps
 
 
-def test_each_answers_alike_and_tells_of_all(
+def test_each_answers_alike_and_reports_all(
     server: RunningServer, clients: list[httpx.Client]
 ) -> None:
     answers = [client.post("/v1/completions", json=SHORT).json() for client in clients]
@@ -123,7 +123,7 @@ def test_each_answers_alike_and_tells_of_all(
     assert one["outrider_generation_tokens_total"] == 10
 
 
-def test_the_metrics_port_tells_of_all_and_of_nothing_else(
+def test_the_metrics_port_reports_all_and_nothing_else(
     server: RunningServer, metrics_port: int, clients: list[httpx.Client]
 ) -> None:
     for client in clients:
@@ -174,7 +174,7 @@ def test_one_that_dies_loses_its_own_requests_and_comes_back(
     assert after[ok] == before.get(ok, 0) + 21  # also those that the dead one had counted
 
 
-def test_engine_that_dies_is_told_by_all(
+def test_engine_that_dies_is_reported_by_all(
     server: RunningServer, clients: list[httpx.Client]
 ) -> None:
     streams = [

@@ -28,7 +28,7 @@ def save_tiny_block_head(
     is_causal: bool | None = None,
     nested: bool = True,
     own_embedding: bool = False,
-    own_head: bool = False,
+    own_output: bool = False,
     head_norms: bool = True,
     seed: int = 0,
     scale: float = 0.3,
@@ -44,7 +44,7 @@ def save_tiny_block_head(
     if draft_vocab is not None:
         ids = random.drafted_ids(vocab, draft_vocab)
         tensors["d2t"] = ids - torch.arange(draft_vocab)
-    if draft_vocab is not None or own_head:
+    if draft_vocab is not None or own_output:
         tensors["lm_head.weight"] = matrix(size, width)
     if own_embedding:
         tensors["embed_tokens.weight"] = matrix(vocab, width)
@@ -151,7 +151,7 @@ class PlainBlockHead(PlainLayers):
         return w1[previous] @ w2.T
 
     def confidence(self, g: Tensor, tokens: list[int], drafts: list[int]) -> Tensor:
-        """That each of k drafts stands. Shape: as draft_logits -> [k]."""
+        """How likely each of k drafts is accepted. Shape: as draft_logits -> [k]."""
         h = self.states(g[: len(tokens) - 1], tokens[-1], len(drafts))
         if self.own["confidence_head_with_markov"]:
             previous = [tokens[-1], *drafts[:-1]]

@@ -32,17 +32,17 @@ class ScriptedProcessEngine(ProcessEngine):
 
 
 def scripted_in_process(
-    config: EngineConfig, progress: ReportProgress = ignore_progress
+    config: EngineConfig, report: ReportProgress = ignore_progress
 ) -> InProcessEngine:
     make_engine = cast(Any, scripted_engine.ScriptedEngine)
-    return InProcessEngine(config, progress, make_engine=make_engine)
+    return InProcessEngine(config, report, make_engine=make_engine)
 
 
 class ScriptedSharedEngine(SharedEngine):
     """Shares an engine that somebody else on this event loop owns."""
 
-    def __init__(self, config: EngineConfig, progress: ReportProgress = ignore_progress) -> None:
-        self.owner = ScriptedProcessEngine(config, progress, is_shared=True)
+    def __init__(self, config: EngineConfig, report: ReportProgress = ignore_progress) -> None:
+        self.owner = ScriptedProcessEngine(config, report, is_shared=True)
         self._directory = tempfile.TemporaryDirectory()
         super().__init__(f"ipc://{self._directory.name}/socket", on_shutdown=lambda: None)
         self._to_sharer: Connection[Up] | None = None

@@ -48,11 +48,11 @@ class InProcessEngine(EngineClient):
     def __init__(
         self,
         config: EngineConfig,
-        progress: ReportProgress = ignore_progress,
+        report: ReportProgress = ignore_progress,
         *,
         make_engine: MakeEngine = Engine,
     ) -> None:
-        super().__init__(progress)
+        super().__init__(report)
         self._config = config
         self._make_engine = make_engine
         self._channel: QueueChannel | None = None

@@ -25,7 +25,7 @@ STEP_S = 0.001
 
 
 class ScriptedEngine:
-    def __init__(self, config: EngineConfig, progress: Any) -> None:
+    def __init__(self, config: EngineConfig, report: Any) -> None:
         if config.target.path == "missing":
             raise FileNotFoundError("no model in missing")
         if config.target.path == "refused":
@@ -36,7 +36,7 @@ class ScriptedEngine:
             time.sleep(float(config.target.path.split()[1]))
         if config.target.path == "reads stdin":
             raise ValueError(f"stdin held {sys.stdin.read()!r}")
-        progress("target", 1, 1)
+        report("target", 1, 1)
         self._capacity = config.scheduler.max_queue_len
         self._live: dict[str, tuple[NewRequest, int]] = {}
         self._generation_tokens = 0

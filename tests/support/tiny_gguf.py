@@ -89,35 +89,37 @@ def encoded(type_: GGMLQuantizationType, values: np.ndarray, seed: int = 0) -> n
 def write_llama(
     path: Path,
     type_: GGMLQuantizationType,
-    head: GGMLQuantizationType,
+    output: GGMLQuantizationType,
     num_layers: int = 2,
     *,
-    own_head: bool = False,
+    own_output: bool = False,
 ) -> Path:
-    """Its matrices are of `type_`, and its embedding, which is its head, too, of `head`.
+    """Its matrices are of `type_`, and its embedding, which is its output layer, too, of `output`.
 
-    With `own_head` it has another matrix as its head.
+    With `own_output` it has another matrix as its output layer.
     """
     shape = Llama(VOCAB, HIDDEN, HEADS, KV_HEADS, FFN, num_layers)
     writer, rng = shape.writer(path, 512), np.random.default_rng(RNG_SEED)
-    others = [("output.weight", (VOCAB, HIDDEN))] if own_head else []
+    others = [("output.weight", (VOCAB, HIDDEN))] if own_output else []
     for name, size in [*shape.tensors(), *others]:
         if len(size) == 1:
             writer.add_tensor(name, rng.normal(1, 0.1, size).astype(np.float32))
             continue
-        of = head if name == "token_embd.weight" else type_
+        of = output if name == "token_embd.weight" else type_
         values = rng.normal(0, 0.1, size).astype(np.float32)
         writer.add_tensor(name, encoded(of, values, seed=size[0] + len(name)), raw_dtype=of)
     write_out(writer)
     return path
 
 
-def llama_directory(folder: Path, type_: GGMLQuantizationType, head: GGMLQuantizationType) -> Path:
+def llama_directory(
+    folder: Path, type_: GGMLQuantizationType, output: GGMLQuantizationType
+) -> Path:
     """A model directory around such a file, without a tokenizer."""
     from transformers import LlamaConfig
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_llama(folder / "model.gguf", type_, head)
+    write_llama(folder / "model.gguf", type_, output)
     LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,

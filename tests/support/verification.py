@@ -153,7 +153,7 @@ def seated(sampling: Sampling, anchor: torch.Tensor, draft_ids: torch.Tensor) ->
     return SlotState(token_ids, anchor.clone(), sampling)
 
 
-def draft_sample(
+def draw_draft(
     logits: torch.Tensor,
     sampling: Sampling,
     position: torch.Tensor,
@@ -169,7 +169,7 @@ def draft_sample(
         logits.new_empty(len(logits), columns, STATE_WIDTH, dtype=torch.float32),
     )
     slots = seated(sampling, anchor, slot.new_zeros(len(logits), columns))
-    token_ids = verify_module.draft_sample(logits, slots, slot, offset, kept, vocab_size, **options)
+    token_ids = verify_module.draw_draft(logits, slots, slot, offset, kept, vocab_size, **options)
     assert torch.equal(slots.token_ids[slot, position], token_ids.int())
     assert torch.equal(slots.num_tokens, anchor)
     return DraftSample(token_ids, kept[1][slot, offset])
@@ -245,7 +245,7 @@ class Batch:
         self.state = torch.zeros(batch, k_max, 4, device=DEVICE)
         with on_road("reference"):
             for j in range(k_max):
-                drawn = draft_sample(
+                drawn = draw_draft(
                     self.draft_logits[:, j],
                     sampling,
                     self.positions + j,

@@ -18,7 +18,7 @@ from ...config import ModelConfig
 from ..admission import DTYPES
 from ..architectures import load_config
 from ..blocks import Block
-from ..checkpoint import AnyCheckpoint, Checkpoint, Progress, Read, check_shape
+from ..checkpoint import AnyCheckpoint, Checkpoint, Read, ReportCounts, check_shape
 from ..families import FAMILIES
 from ..families.base import window_of
 from ..families.llama import Llama
@@ -37,7 +37,7 @@ from .vocabulary import check_mask_token, read_embedding, read_output_layer, rea
 
 
 def load_head(
-    config: ModelConfig, target: Network, target_path: str, progress: Progress = ignore_progress
+    config: ModelConfig, target: Network, target_path: str, report: ReportCounts = ignore_progress
 ) -> Head:
     """Load the head in a directory; from now on the target hands out the states that it reads.
 
@@ -46,7 +46,7 @@ def load_head(
     name, read = ("MTP head of", _read_mtp_head) if config.is_mtp else ("head", _read_head)
     with _naming_both_models(f"the {name} {config.path} cannot draft for {target_path}"):
         _check_settings(config, target)
-        head, tapped = read(config, target, progress)
+        head, tapped = read(config, target, report)
         target.tap(tapped)
     head.cache_dtype = target.cache_dtype
     if target.device.type == "cpu":
@@ -78,7 +78,9 @@ def _naming_both_models(what: str) -> Iterator[None]:
         raise HeadError(f"{what}: its file is damaged or cut short ({error})") from None
 
 
-def _read_head(config: ModelConfig, target: Network, progress: Progress) -> tuple[Head, list[int]]:
+def _read_head(
+    config: ModelConfig, target: Network, report: ReportCounts
+) -> tuple[Head, list[int]]:
     """The head in a directory, and the layers of the target whose states it reads.
 
     Raises KeyError naming a tensor that is missing, HeadError naming what does not fit.
@@ -87,17 +89,17 @@ def _read_head(config: ModelConfig, target: Network, progress: Progress) -> tupl
     if config.head_layers:
         head_config = replace(head_config, boundaries=tuple(sorted(config.head_layers)))
     boundaries = head_config.boundaries_of(target.num_layers)
-    checkpoint = _checkpoint(config, target, progress)
+    checkpoint = _checkpoint(config, target, report)
     head = _build(head_config, checkpoint, target, len(boundaries))
     return head, [boundary - 1 for boundary in boundaries]
 
 
 def _checkpoint(
-    config: ModelConfig, target: Network, progress: Progress, quantised: Read | None = None
+    config: ModelConfig, target: Network, report: ReportCounts, quantised: Read | None = None
 ) -> Checkpoint:
     """The checkpoint of a head, which computes in its target's dtype."""
     read = quantised if config.quantization is None else rounding(rounds_inputs=True)
-    return Checkpoint(Path(config.path), target.dtype, target.device, progress, read=read)
+    return Checkpoint(Path(config.path), target.dtype, target.device, report, read=read)
 
 
 def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps: int) -> Head:
@@ -225,7 +227,7 @@ def _confidence_head(
 
 
 def _read_mtp_head(
-    config: ModelConfig, target: Network, progress: Progress
+    config: ModelConfig, target: Network, report: ReportCounts
 ) -> tuple[MtpHead, list[int]]:
     """The MTP head of the target in this directory, and the states that it reads: the last.
 
@@ -239,7 +241,7 @@ def _read_mtp_head(
     if (num_layers := getattr(hf_config, "mtp_num_hidden_layers", None) or 1) > 1:
         raise HeadError(f"its MTP head has {num_layers} layers; one is read here")
     quantised = quantised_format(config, hf_config)
-    checkpoint = _checkpoint(config, target, progress, quantised[1] if quantised else None)
+    checkpoint = _checkpoint(config, target, report, quantised[1] if quantised else None)
     family = FAMILIES[hf_config.model_type](checkpoint, hf_config)
     width = hf_config.hidden_size
     head = MtpHead(

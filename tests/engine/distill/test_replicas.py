@@ -20,7 +20,7 @@ def test_the_first_replica_reports_and_has_the_result() -> None:
     assert reported == [("it trains", 0, 3), ("it trains", 1, 3), ("it trains", 2, 3)]
 
 
-def test_a_replica_that_fails_ends_all_and_is_told() -> None:
+def test_a_replica_that_fails_ends_all_and_is_reported() -> None:
     with pytest.raises(ProcessRaisedException, match="out of luck"):
         run_replicas(one_fails, 2, ("raises",), ignore_progress)
 

@@ -290,7 +290,7 @@ def test_another_recipe_does_not_go_on_with_an_unfinished_run(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="nothing here is always full")
-def test_a_disk_too_full_for_a_checkpoint_is_told(
+def test_a_disk_too_full_for_a_checkpoint_is_reported(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scratch = tmp_path / ".draft.distilling/checkpoint.partial"
@@ -385,7 +385,7 @@ def test_texts_of_two_recipes_are_not_mixed(recipe: Recipe, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_told(recipe: Recipe) -> None:
+def test_a_missing_gpu_is_reported(recipe: Recipe) -> None:
     with pytest.raises(DistillError, match="no GPU"):
         run(replace(recipe, device="cuda"))
 

@@ -74,7 +74,7 @@ def test_drafts_are_those_of_the_draft_model(
     assert all(output.draft_token_ids is None for output in outputs[1])
 
 
-def test_an_edited_sequence_tells_its_drafts_too(pair: tuple[Path, Path]) -> None:
+def test_an_edited_sequence_returns_its_drafts_too(pair: tuple[Path, Path]) -> None:
     engine = Engine(engine_config(*pair, k=K))
     told = run(engine, [EDITED, GREEDY, EDITED], tellers=(0,))[0]
     num_accepted = 0
@@ -86,7 +86,7 @@ def test_an_edited_sequence_tells_its_drafts_too(pair: tuple[Path, Path]) -> Non
     assert sum(len(output.draft_token_ids or ()) for output in told) == told[-1].num_draft_tokens
 
 
-def test_telling_changes_nothing(pair: tuple[Path, Path]) -> None:
+def test_returning_drafts_changes_nothing(pair: tuple[Path, Path]) -> None:
     params = [GREEDY, EDITED, replace(GREEDY, temperature=1.0, seed=7, logprobs=2)]
     silent, told = (
         run(Engine(engine_config(*pair, k=K)), params, tellers) for tellers in ((), (0, 1, 2))
@@ -102,7 +102,7 @@ def test_without_drafts_the_list_is_empty(pair: tuple[Path, Path]) -> None:
             assert all(output.draft_token_ids == [] for output in outputs)
 
 
-def test_drafts_of_prompt_lookup_are_told(pair: tuple[Path, Path]) -> None:
+def test_drafts_of_prompt_lookup_are_returned(pair: tuple[Path, Path]) -> None:
     engine = Engine(engine_config(pair[0], proposer="suffix", k=K))
     outputs = run(engine, [replace(GREEDY, max_tokens=60)] * 3, tellers=(0, 1, 2))
     num_told = [sum(len(o.draft_token_ids or ()) for o in each) for each in outputs]
