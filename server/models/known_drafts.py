@@ -124,6 +124,9 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
             ("MiMo 7B", "mimo"),
             ("Qwen3.5 and 3.6", "qwen3_5"),
             ("Qwen3.5 and 3.6", "qwen3_5_text"),
+            ("Qwen3.5 and 3.6, mixtures", "qwen3_5_moe"),
+            ("Qwen3.5 and 3.6, mixtures", "qwen3_5_moe_text"),
+            ("Qwen3-Next", "qwen3_next"),
         )
     ),
     # Distilled from R1 over Qwen's and Llama's vocabularies, with special tokens of their own.

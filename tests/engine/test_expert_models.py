@@ -14,7 +14,7 @@ from heads import save_tiny_head
 from paged import PROMPT, check_against_eager, run_prompt
 from quantised import quantise, quantise_experts
 from safetensors.torch import load_file, save_file
-from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor
+from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor, with_stacked_experts
 from transformers import AutoModelForCausalLM
 from verification import HAS_KERNELS
 
@@ -221,7 +221,8 @@ def test_plain_experts_give_the_logits_of_transformers(
     path = plain = tiny_model("qwen3_moe", norm_topk_prob=norm_topk_prob)
     if is_stacked:
         path = Path(shutil.copytree(plain, tmp_path / "stacked"))
-        stack_experts(path)
+        tensors = with_stacked_experts(load_file(path / "model.safetensors"))
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = ModelConfig(path=str(path), dtype="float32")
     model = load_network(config, DEVICE, batch_invariant=None)
     assert type(model) is Decoder
@@ -266,20 +267,6 @@ def test_experts_that_differ_from_the_config_are_refused_by_name(
         change_config(path, **change)
     with pytest.raises(UnsupportedModelError, match=reason):
         load(path)
-
-
-def stack_experts(path: Path) -> None:
-    tensors = load_file(path / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("experts.0.gate_proj.weight")]:
-        experts = name.removesuffix(".0.gate_proj.weight")
-
-        def each(part: str, experts: str = experts) -> torch.Tensor:
-            return torch.stack([tensors.pop(f"{experts}.{i}.{part}.weight") for i in range(6)])
-
-        gate_up = each("gate_proj"), each("up_proj")
-        tensors[f"{experts}.gate_up_proj"] = torch.cat(gate_up, 1)
-        tensors[f"{experts}.down_proj"] = each("down_proj")
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.skipif(HAS_KERNELS, reason="kernels know plain experts and those in MXFP4")

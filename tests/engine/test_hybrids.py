@@ -1,4 +1,5 @@
-"""Targets of which most layers keep a state in place of KV, which cannot go back: Qwen3.5.
+"""Targets of which most layers keep a state in place of KV, which cannot go back: Qwen3.5 and
+its mixtures.
 
 test_random_comparison.py has one among its kinds: any mixture of sequences, to the bit.
 """
@@ -25,6 +26,7 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.heads.config import HeadError
 from outrider.engine.models.heads.loading import load_head
 from outrider.engine.models.loading import load_network
+from outrider.engine.models.parts import delta_net
 
 K = 4
 
@@ -60,8 +62,13 @@ def test_greedy_answers_are_the_targets_own(target: Path) -> None:
     answers(Engine(engine_config(target)), target, prompts([1, 4, 5, 63, 65], VOCAB))
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_any_number_of_drafts_may_be_accepted(lag: int, target: Path) -> None:
+@pytest.mark.parametrize(
+    ("lag", "architecture"), [(0, "qwen3_5_text"), (1, "qwen3_5_text"), (1, "qwen3_5_moe_text")]
+)
+def test_any_number_of_drafts_may_be_accepted(
+    lag: int, architecture: str, tiny_model: Tiny
+) -> None:
+    target = tiny_model(architecture)
     asked = prompts([5, 9, 2, 14, 7], VOCAB)
     right = answers(Engine(engine_config(target)), target, asked)
     engine = Engine(engine_config(target, proposer="suffix", k=K))
@@ -87,9 +94,13 @@ def test_a_model_may_draft_for_it(target: Path, tiny_model: Tiny) -> None:
     assert engine.stats().drafted_per_position[0] > 20
 
 
-def test_the_mtp_head_drafts_by_its_formulas(tmp_path: Path) -> None:
-    """Also behind rejected drafts, in chunks, and a step ahead; the answers are the target's."""
-    path = save_tiny_hybrid(tmp_path / "model")
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+def test_the_mtp_head_drafts_by_its_formulas(architecture: str, tmp_path: Path) -> None:
+    """Also behind rejected drafts, in chunks, and a step ahead; the answers are the target's.
+
+    The experts of one mixture are stacked, those of the other one by one.
+    """
+    path = save_tiny_hybrid(tmp_path / "model", architecture)
     asked, plain = prompts([3, 70], VOCAB), PlainHybrid(path)
     engine = lagging(engine_config(path, path, k=2))
     assert engine.info.proposer == "mtp"
@@ -174,8 +185,8 @@ def as_published(path: Path, folder: Path) -> Path:
     """The same model as the text of one that reads images, with an MTP head beside it."""
     folder.mkdir()
     config = json.loads((path / "config.json").read_text())
-    whole = {"model_type": "qwen3_5", "text_config": config, "tie_word_embeddings": False}
-    whole["architectures"] = ["Qwen3_5ForConditionalGeneration"]
+    model_type = config["model_type"].removesuffix("_text")
+    whole = {"model_type": model_type, "text_config": config, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(whole))
     tensors = {
         name.replace("model.", "model.language_model.", 1): tensor
@@ -187,9 +198,11 @@ def as_published(path: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_5_moe_text"])
 def test_the_text_of_a_model_that_reads_images_is_served(
-    target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    architecture: str, tiny_model: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    target = tiny_model(architecture)
     asked = prompts([9], VOCAB)
     expected = answers(Engine(engine_config(target)), target, asked)
     engine = Engine(engine_config(as_published(target, tmp_path / "published")))
@@ -239,11 +252,14 @@ def test_what_is_not_served_is_refused_by_name(
         load_network(ModelConfig(path=str(own), dtype="float32"), DEVICE)
 
 
-def test_a_mixture_of_hybrids_is_refused(tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path, "qwen3_next")
-    change_config(path, num_experts=4)
-    with pytest.raises(UnsupportedModelError, match=r"qwen3_next.* experts of hybrids are not"):
-        load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+def test_a_delta_net_that_differs_from_transformers_is_refused(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the comparison allows for a layer that enlarges rounding."""
+    ours = delta_net.gated_norm
+    monkeypatch.setattr(delta_net, "gated_norm", lambda *args: ours(*args) * (1 + 1e-4))
+    with pytest.raises(UnsupportedModelError, match="computes layer 0 at position 0 differently"):
+        load_network(ModelConfig(path=str(target), dtype="float32"), DEVICE)
 
 
 def test_another_model_with_a_state_is_refused(tmp_path: Path) -> None:

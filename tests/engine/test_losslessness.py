@@ -11,7 +11,7 @@ from block_heads import save_tiny_block_head
 from distributions import bound, chi_squared, total_variation
 from engines import engine_config, run, sampling_config, tokens
 from heads import save_tiny_head
-from mtp import save_tiny_mtp_model
+from mtp import save_tiny_hybrid, save_tiny_mtp_model
 from target_distribution import joint, sample
 
 from outrider.engine import engine as loop
@@ -36,7 +36,7 @@ SOME = [(name, "draft_model", 4800) for name in ("token", "block", "match")]
 SOME += [(name, "draft_model", 2400) for name in ("top_k", "top_p")] + [("token", "suffix", 2400)]
 SOME += [("token", "head", 2400), ("block", "peagle", 2400), ("token", "dflash", 2400)]
 SOME += [("block", "dspark", 2400), ("token", "mtp", 2400)]
-PROPOSERS = ("draft_model", "suffix", "head", "peagle", "dflash", "dspark", "mtp")
+PROPOSERS = ("draft_model", "suffix", "head", "peagle", "dflash", "dspark", "mtp", "hybrid")
 EVERY = [(name, proposer) for name in PARAMS for proposer in PROPOSERS]
 CASES: list[Any] = [*SOME]
 CASES += [
@@ -66,6 +66,10 @@ def test_the_joint_over_many_steps_is_the_targets(
     if proposer == "mtp":
         options = {"vocab_size": VOCAB, "num_hidden_layers": 2}
         target = draft = save_tiny_mtp_model(tmp_path, seed=3, scale=0.15, **options)
+        proposer = "draft_model"
+    if proposer == "hybrid":
+        options = {"vocab_size": VOCAB, "seed": 3, "scale": 0.15}
+        target = draft = save_tiny_hybrid(tmp_path, "qwen3_5_moe_text", **options)
         proposer = "draft_model"
     engine = Engine(sampling_config(target, draft, proposer))
     truth = joint(target, PROMPT, params)

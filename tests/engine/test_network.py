@@ -17,7 +17,7 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel, PackedLinear
 from outrider.engine.models.loading import load_network
 
-HYBRIDS = {"qwen3_5_text", "qwen3_next"}  # only our decoder keeps their states
+HYBRIDS = {"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}  # only our decoder keeps their states
 OURS = {
     "glm4_moe",
     "llama",
@@ -31,6 +31,7 @@ OURS = {
     "qwen2",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",

@@ -73,7 +73,7 @@ def save_pair(kind: str, folder: Path) -> tuple[Path, Path | None]:
         ]
         return saved[0], saved[1]
     if kind == "hybrid":
-        path = save_tiny_hybrid(folder / "target")
+        path = save_tiny_hybrid(folder / "target", "qwen3_5_moe_text")
         return path, path
     target = save_tiny_model(folder / "target")
     path = folder / "draft"

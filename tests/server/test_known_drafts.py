@@ -75,6 +75,8 @@ def target(name: str, model_type: str, vocab_size: int, billions: float) -> Targ
         (target("mistralai/Mistral-7B-v0.3", "mistral", 32_768, 7.2), None),
         (target("XiaomiMiMo/MiMo-7B-RL", "mimo", 151_680, 7.8), "mtp"),
         (target("Qwen/Qwen3.6-27B", "qwen3_5_text", 248_320, 27.0), "mtp"),
+        (target("Qwen/Qwen3.6-35B-A3B", "qwen3_5_moe", 248_320, 35.0), "mtp"),
+        (target("Qwen/Qwen3-Coder-Next", "qwen3_next", 151_936, 80.0), "mtp"),
     ],
     ids=lambda value: value.name if isinstance(value, Target) else "",
 )

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as functional
 from heads import PlainLayers, causal
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny_model
+from tiny_models import save_tiny_model, with_stacked_experts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -114,8 +114,9 @@ class PlainHybrid:
         self.w = load_file(path / "model.safetensors")
         self.model, self.layer = model, model.model.layers[_full_layer(path)]
         self.mine = {name: t.clone() for name, t in self.layer.state_dict().items()}
-        names = (name for name in self.w if name.startswith("mtp.layers.0."))
-        self.own = {name.removeprefix("mtp.layers.0."): self.w[name] for name in names}
+        of_layer = {name: t for name, t in self.w.items() if name.startswith("mtp.layers.0.")}
+        of_layer = with_stacked_experts(of_layer)
+        self.own = {name.removeprefix("mtp.layers.0."): t for name, t in of_layer.items()}
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         weight = 1 + self.w[f"mtp.{name}.weight"]

@@ -14,6 +14,22 @@ import outrider.engine.models.architectures  # noqa: F401 - registers those that
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 97
 Tiny = Callable[..., Path]  # `tiny_model(architecture, seed=…)` -> model directory
+_HYBRID: dict[str, object] = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
+_EXPERTS: dict[str, object] = {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
 TINY: dict[str, dict[str, object]] = {
     "llama": {"num_key_value_heads": 2},
     "qwen2": {"num_key_value_heads": 2},
@@ -74,27 +90,9 @@ TINY: dict[str, dict[str, object]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
-    "qwen3_5_text": {
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 12,
-        "linear_value_head_dim": 8,
-    },
-    "qwen3_next": {
-        "num_experts": 0,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 12,
-        "linear_value_head_dim": 8,
-    },
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID | _EXPERTS,
+    "qwen3_next": _HYBRID | _EXPERTS | {"mlp_only_layers": [2]},
     "qwen2_moe": {
         "num_key_value_heads": 2,
         "moe_intermediate_size": 24,
@@ -199,6 +197,22 @@ def change_tensor(
     if value is not None:
         tensors[name] = value
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, with those of a layer's experts in one, as some files have them."""
+    found = dict(tensors)
+    for name in [name for name in found if name.endswith("experts.0.gate_proj.weight")]:
+        experts = name.removesuffix(".0.gate_proj.weight")
+        num_experts = sum(other.startswith(experts) for other in found) // 3
+
+        def each(part: str, experts: str = experts, num: int = num_experts) -> Tensor:
+            return torch.stack([found.pop(f"{experts}.{i}.{part}.weight") for i in range(num)])
+
+        gate_up = each("gate_proj"), each("up_proj")
+        found[f"{experts}.gate_up_proj"] = torch.cat(gate_up, 1)
+        found[f"{experts}.down_proj"] = each("down_proj")
+    return found
 
 
 def split_weights(model: Path, *, stale: Mapping[str, Tensor] = {}, has_index: bool = True) -> None:

@@ -3,6 +3,7 @@
 import copy
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -48,6 +49,8 @@ class Family(ABC):
         "num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
         "vocab_size",
     })  # fmt: skip
+    # The values of those that the configs of its types do not declare: its code has no choice.
+    fixed: ClassVar[Mapping[str, Any]] = {}
     # Those of them that count what ranks share; none: ranks cannot share its layers.
     per_rank: ClassVar[frozenset[str]] = frozenset()
 
@@ -60,7 +63,7 @@ class Family(ABC):
     def __init__(self, tensors: AnyCheckpoint, config: Any) -> None:
         """`config` is transformers', for which `why_unknown` returns None."""
         self.tensors, self._given = tensors, config
-        declared = _declared(config)
+        declared = {**self.fixed, **_declared(config)}
         self.config = SimpleNamespace(**{name: declared.get(name) for name in self.fields})
         for name in self.per_rank & declared.keys():
             setattr(self.config, name, declared[name] // tensors.share.size)

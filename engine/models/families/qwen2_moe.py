@@ -4,13 +4,13 @@ x += sum over the experts of a row + sigmoid(shared_expert_gate(m)) * shared_exp
 m = post_attention_layernorm(x)
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from .qwen3_moe import Qwen3Moe
 
 
 class Qwen2Moe(Qwen3Moe):
-    model_types = ("qwen2_moe",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_moe",)
     fields = Qwen3Moe.fields | {"qkv_bias", "shared_expert_intermediate_size"}
 
     def shared_expert(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ A router chooses the experts with the largest logits. Their weights are a softma
 or, without `norm_topk_prob`, their shares of a softmax over all.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Router
@@ -20,7 +20,7 @@ from .llama import Windowed
 class Qwen3Moe(Windowed):
     """Layers of `mlp_only_layers`, and those that `decoder_sparse_step` leaves out, are dense."""
 
-    model_types = ("qwen3_moe",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
     per_rank = frozenset()  # nothing reads a share of its experts yet
     fields = Windowed.fields | {
         "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob",

@@ -4,9 +4,11 @@
                                                                   n = input_layernorm(x)
     x += mlp(m),                                                  m = post_attention_layernorm(x)
 
-All norms but those of the delta nets multiply by 1 + w. RoPE rotates the first quarter of a head.
+In mixtures, mlp is a sum over experts; see qwen2_moe.py. All norms but those of the delta nets
+multiply by 1 + w. RoPE rotates the first quarter of a head.
 """
 
+from types import MappingProxyType
 from typing import ClassVar
 
 from transformers import PreTrainedConfig
@@ -18,6 +20,7 @@ from outrider.kernels.model.rms_norm import Norm
 from ..blocks import Block
 from ..parts.delta_net import DeltaNet
 from .llama import Llama
+from .qwen2_moe import Qwen2Moe
 
 
 class Hybrid(Llama):
@@ -83,6 +86,13 @@ class Hybrid(Llama):
         return self.tensors.norm(name, size, config.rms_norm_eps, adds_one=True)
 
 
+class Mixture(Hybrid, Qwen2Moe):
+    """Its MLPs are experts, as in Qwen2's mixtures."""
+
+    model_types: ClassVar[tuple[str, ...]] = ()
+    fields = Hybrid.fields | Qwen2Moe.fields
+
+
 class Qwen3_5(Hybrid):
     """The text of a multimodal model."""
 
@@ -90,18 +100,16 @@ class Qwen3_5(Hybrid):
     by_key_head = False
 
 
-class Qwen3Next(Hybrid):
-    """Without experts: its mixtures are refused."""
+class Qwen3_5Moe(Mixture):
+    """The text of a multimodal mixture. All of its layers have experts."""
 
+    model_types = ("qwen3_5_moe_text",)
+    by_key_head = False
+    fixed = MappingProxyType(
+        {"decoder_sparse_step": 1, "mlp_only_layers": (), "norm_topk_prob": True}
+    )
+
+
+class Qwen3Next(Mixture):
     model_types = ("qwen3_next",)
     by_key_head = True
-    fields = Hybrid.fields | {
-        "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob",
-        "num_experts", "num_experts_per_tok", "shared_expert_intermediate_size",
-    }  # fmt: skip
-
-    @classmethod
-    def why_unknown(cls, config: PreTrainedConfig) -> str | None:
-        if config.num_experts:
-            return "the experts of hybrids are not served yet"
-        return super().why_unknown(config)

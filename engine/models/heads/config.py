@@ -60,7 +60,8 @@ _OF_HYBRIDS = MtpNames(
     leaves_out_first=False,
 )
 # By model type of the targets whose MTP heads are known.
-MTP_HEADS = {"mimo": _OF_MIMO, "qwen3_5": _OF_HYBRIDS, "qwen3_5_text": _OF_HYBRIDS}
+_HYBRIDS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+MTP_HEADS = {"mimo": _OF_MIMO, **dict.fromkeys(_HYBRIDS, _OF_HYBRIDS)}
 # Keys that say what the head is, not what its layers are; a LlamaConfig ignores the unknown ones.
 _LEFT_OUT = ("architectures", "auto_map", "model_type", "torch_dtype")
 
