@@ -102,7 +102,8 @@ def test_the_pairs_of_our_configs_are_known() -> None:
 def test_the_heads_of_our_configs_are_known_with_their_k() -> None:
     known = {(draft.model, draft.num_speculative_tokens) for draft in KNOWN_DRAFTS}
     heads = ("qwen3-8b-dspark", "qwen3-8b-dflash", "qwen3-14b-dspark", "llama-3.1-8b-dflash")
-    for name in (*heads, "mimo-7b-mtp", "gpt-oss-20b-eagle3"):
+    mtp = ("mimo-7b-mtp", "qwen3.6-27b-mtp", "qwen3.6-35b-a3b-mtp")
+    for name in (*heads, *mtp, "gpt-oss-20b-eagle3"):
         settings = load_settings(Path(name), environ={})
         assert (settings.draft.model, settings.speculation.num_speculative_tokens) in known
 
