@@ -194,6 +194,8 @@ class EngineInfo:
     cache_bytes: int
     saved_by_windows_bytes: int = 0  # what layers with a window would take more if they kept all
     state_bytes: int = 0  # of what layers keep of whole sequences, in all slots
+    host_pages: int = 0  # of the second tier, in host memory
+    host_bytes: int = 0
     max_num_seqs: int
     num_speculative_tokens: int  # drawn from a model in one step, at most
     max_drafts: int  # of a sequence in one step, looked-up ones among them
@@ -213,6 +215,10 @@ class EngineStats:
     num_waiting: int = 0
     pages_used: int = 0  # held by live sequences, not those that only cache a prefix
     pages_total: int = 0
+    host_pages_used: int = 0  # in host memory, as far as layers attend to everything
+    host_pages_total: int = 0  # 0: there are none, or a copy has failed
+    host_saved_tokens: int = 0  # copied there
+    host_loaded_tokens: int = 0  # copied back
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

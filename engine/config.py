@@ -54,6 +54,7 @@ class CacheConfig:
     num_pages: int | None = None  # None: as many as fit in memory
     memory_fraction: float = 0.5  # CPU only: share of the memory left free by the models
     prefix_caching: bool = True
+    host_gib: float = 0.0  # of host memory for pages that are evicted; 0: they are lost
     kv_events_endpoint: str | None = None  # where processes.kv_events publishes; None: nowhere
     kv_events_topic: str = ""
 

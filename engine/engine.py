@@ -86,6 +86,8 @@ class Engine:
             cache_bytes=worker.budget.num_bytes(memory.num_pages),
             saved_by_windows_bytes=worker.budget.saved_bytes(memory.num_pages),
             state_bytes=worker.state_bytes,
+            host_pages=memory.host.num_pages if memory.host else 0,
+            host_bytes=worker.host_pages[1].num_bytes if worker.host_pages else 0,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             num_speculative_tokens=self._config.speculation.max_drafts,
             max_drafts=max_drafts,
@@ -99,6 +101,7 @@ class Engine:
     def _begin(self, num_pages: int, max_model_len: int, **learning: Any) -> None:
         config, slots, pair = self._config, self.worker.slots, self.worker.pair
         budget = self.worker.budget
+        is_learning = "first_ks" in learning
         self._in_flight = None
         memory = DeviceMemory(
             budget.specs,
@@ -107,6 +110,7 @@ class Engine:
             pair.caches_prefixes,
             has_head=pair.head is not None,
             keeps_events=config.cache.kv_events_endpoint is not None,
+            host=None if is_learning else self.worker.host_pages,
         )
         adaptive = None
         if slots.max_drafts > 0 and config.speculation.adaptive:
@@ -117,7 +121,7 @@ class Engine:
         )
         self.sequences.on_finish = self.worker.proposer.forget
         self.scheduler = Scheduler(self.sequences, self.worker.proposer)
-        self.committer = Committer(self.sequences, is_learning="first_ks" in learning)
+        self.committer = Committer(self.sequences, is_learning=is_learning)
         if self.worker.device.type == "cuda":  # on a CPU nothing would overlap
             self.scheduler.lag = 1
 
@@ -138,7 +142,7 @@ class Engine:
         plan = self.scheduler.schedule()
         if not plan:
             outputs += self._commit()
-            if not outputs:
+            if not outputs and not self.sequences.memory.wait_for_pages():
                 self.sequences.wait_for_grammars(_IDLE_S)
             return outputs
         step = self.worker.launch(plan)
@@ -224,6 +228,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         memory, stats = self.sequences.memory, self.sequences.stats
+        if (host := memory.host) is not None:
+            stats.host_pages_used, stats.host_pages_total = host.num_used, host.num_pages
+            stats.host_saved_tokens = host.num_saved * memory.page_size
+            stats.host_loaded_tokens = host.num_loaded * memory.page_size
         return replace(
             stats,
             num_running=len(self.sequences.running),

@@ -6,11 +6,14 @@ from contextlib import contextmanager
 import torch
 
 from .api import ReportProgress
-from .config import EngineConfig
+from .config import ConfigError, EngineConfig
 from .gpu_memory import GIB, OutOfDeviceMemoryError, begin_measuring, left_bytes, measured_bytes
 from .host_memory import available_bytes
+from .models.host_pages import HostPages, PinnedHostPages
 from .ranks.wire import Op
 from .worker import Worker
+
+_PINNED_SHARE = 0.9  # of the free memory of the host; pinned memory is never swapped out
 
 
 def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) -> int:
@@ -26,7 +29,8 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
     if worker.device.type == "cpu":
         # Ranks share the memory of one machine.
         share = config.cache.memory_fraction / config.target.tensor_parallel
-        room_bytes = int(available_bytes() * share)
+        host_bytes = config.cache.host_gib * GIB  # not written to yet, so they count as free
+        room_bytes = int((available_bytes() - host_bytes) * share)
         if (state_bytes := worker.state_bytes) >= room_bytes:
             num_seqs = config.scheduler.max_num_seqs
             raise OutOfDeviceMemoryError(
@@ -57,6 +61,51 @@ def largest_step_bytes(worker: Worker, config: EngineConfig) -> int:
         worker.rehearse()
     worker.tell_ranks(Op.MEASURED)
     return measured_bytes(worker.device)
+
+
+def host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], HostPages]:
+    """Allocate what `cache.host_gib` says: the pages of each group, and their memory.
+
+    Raises ConfigError saying what fits.
+    """
+    pair, budget, given = worker.pair, worker.budget, config.cache.host_gib
+    if not pair.caches_prefixes:
+        raise ConfigError(
+            f"cache.host_gib is {given:g}, but no prefixes are cached that it could keep: set it "
+            "to 0"
+        )
+    if worker.followers is not None:
+        raise ConfigError(
+            f"cache.host_gib is {given:g}, but pages of a target that GPUs share "
+            "(target.tensor_parallel) are not kept in host memory yet: set it to 0"
+        )
+    free_bytes = available_bytes()
+    if worker.device.type == "cpu" and config.cache.num_pages is not None:  # not allocated yet
+        free_bytes -= budget.num_bytes(config.cache.num_pages)
+    most_gib = int(max(0, free_bytes) * _PINNED_SHARE / GIB * 10) / 10
+    num_bytes = int(given * GIB)
+    if given > most_gib:
+        raise ConfigError(
+            f"cache.host_gib is {given:g}, but the machine has room for {most_gib:g} GiB: set it "
+            "to that at most, or to 0"
+        )
+    num_pages = budget.most_within(num_bytes)
+    if num_pages < 2:
+        least_gib = budget.num_bytes(2) / GIB
+        raise ConfigError(
+            f"cache.host_gib is {given:g}, which holds no page: set it to {least_gib:.2g} at "
+            "least, or to 0"
+        )
+    counts = budget.of_groups(num_pages)
+    if worker.device.type == "cpu":
+        return counts, HostPages(pair.groups, counts, pair.page_size)
+    try:
+        return counts, PinnedHostPages(pair.groups, counts, pair.page_size, worker.device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{given:g} GiB of host memory cannot be pinned ({error}): lower cache.host_gib, or "
+            "set it to 0"
+        ) from error
 
 
 @contextmanager

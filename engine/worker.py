@@ -22,6 +22,7 @@ from .memory.budget import Budget
 from .models.batch_invariance import alike_thread_counts
 from .models.compiled_decoder import CompiledDecoder
 from .models.groups import grouped
+from .models.host_pages import HostPages
 from .models.network import Pass, short_batches
 from .models.pair import ModelPair
 from .proposers import build_proposer
@@ -98,7 +99,9 @@ class Worker:
             self.slots.max_drafts,
             config.scheduler.max_num_batched_tokens,
             self.pair.caches_prefixes,
+            has_host_tier=config.cache.host_gib > 0,
         )
+        self.host_pages: tuple[list[int], HostPages] | None = None  # number of each group's
         self.edits = LogitEdits(self.slots)
         self.proposer = build_proposer(config, self.slots, self.edits, self.pair)
         self.scorer = Scorer(self.pair.target, self.slots.vocab_size)

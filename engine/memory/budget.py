@@ -25,6 +25,7 @@ class Budget:
     max_drafts: int
     most_rows: int  # of a step
     caches_prefixes: bool
+    has_host_tier: bool = False
 
     def of_groups(self, num_pages: int) -> list[int]:
         """Pages of every group beside `num_pages` of the first; each has a dummy page."""
@@ -32,9 +33,13 @@ class Budget:
         return [
             num_pages
             if spec.window is None
-            else min(num_pages, 1 + self._held(spec.window) + cached)
+            else self._arriving(spec.window) + min(num_pages, 1 + self._held(spec.window) + cached)
             for spec in self.specs
         ]
+
+    def _arriving(self, window: int) -> int:
+        """The most pages that a transfer from host memory fills, for a sequence without a seat."""
+        return self._pages_for(window) + 1 if self.has_host_tier else 0
 
     def _held(self, window: int) -> int:
         """The most pages that sequences hold at once."""

@@ -12,6 +12,7 @@ computed tokens.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from .host_tier import HostTier, PageCopies
 from .pages import DUMMY_PAGE, Pages
 from .sequence import SequenceMemory
 from .spec import PagedSpec
@@ -43,6 +44,9 @@ class DeviceMemory:
     on. A page's hash covers its own tokens, all tokens before them, and `lookahead` tokens after
     them: a head's KV of a token depends on the next token too.
 
+    With a second tier, pages whose room is needed go to host memory. Before a sequence that can
+    share them is seated, they come back into free pages: see `bring_back`.
+
     With `keeps_events`, `events` collects what the prefix cache gained and lost in the first group,
     until its reader clears it. Pages of sequences with a `cache_salt` are private and never appear
     there.
@@ -57,11 +61,13 @@ class DeviceMemory:
         *,
         has_head: bool = False,
         keeps_events: bool = False,
+        host: tuple[Sequence[int], PageCopies] | None = None,
     ) -> None:
         """`specs`: of each group, the first without a window. `num_pages`: so many that no group
         with a window has too few before the first has.
 
-        `has_head`: the draft cannot catch up, so pages without its KV are not shared.
+        `has_head`: the draft cannot catch up, so pages without its KV are not shared. `host`: the
+        pages of each group that the second tier has, and what copies to and from there.
         """
         if min(num_pages) < 2:
             raise ValueError(f"the KV cache needs at least 2 pages, got {min(num_pages)}")
@@ -76,6 +82,8 @@ class DeviceMemory:
         self._keeps_events = keeps_events
         self._announced_hashes: set[bytes] = set()  # stored by an event, not removed yet
         self.events: list[PageEvent] = []
+        self.host = HostTier(*host, self._announce_removed) if host else None
+        self._awaits: SequenceMemory | None = None  # for which a transfer was begun last
 
     @property
     def num_usable_pages(self) -> int:
@@ -139,18 +147,78 @@ class DeviceMemory:
                 return True
         return False
 
+    def is_coming_back(self, memory: SequenceMemory) -> bool:
+        """Whether pages for this sequence are on their way from the host."""
+        return self.host is not None and self.host.is_loading and self._awaits is memory
+
+    def bring_back(self, memory: SequenceMemory, num_reusable: int) -> bool:
+        """Begin to bring back what the host has of the first `num_reusable` tokens of a waiting
+        sequence that fits; returns whether it should wait for a transfer.
+
+        Whatever is brought back can be found like any cached page once `receive` is called, also if
+        nobody asks for it any more.
+        """
+        if self.host is None or not self.prefix_caching:
+            return False
+        hashes, edge = self._last_edge(memory, num_reusable, self.host)
+        if edge == self._last_edge(memory, num_reusable)[1]:
+            return False
+        if self.host.is_loading:
+            return True
+        missing = []
+        for group in self._groups:
+            wanted = hashes[group.first_needed(edge * self.page_size) : edge]
+            free = [p for h in reversed(wanted) if (p := group.find(h)) and group.is_free(p)]
+            group.reuse_last(free)
+            missing.append([page_hash for page_hash in wanted if group.find(page_hash) is None])
+            if len(missing[-1]) > group.num_free - len(free):
+                return False
+        self.host.reserve(missing)
+        self.host.load([self._take(g, len(hashes)) for g, hashes in enumerate(missing)])
+        self._awaits = memory
+        self.receive()
+        return self.host.is_loading
+
+    def receive(self) -> None:
+        """Let sequences find what has come back from the host."""
+        if self.host is None or not self.host.is_loading:
+            return
+        for g, page, page_hash, has_draft in self.host.take_arrived():
+            group = self._groups[g]
+            if page_hash is not None and group.record(page, page_hash) and has_draft and g == 0:
+                self._pages_with_draft.add(page)
+            group.give_back(page)
+
+    def wait_for_pages(self) -> bool:
+        """Wait until pages that are on their way have come; returns whether there were any."""
+        if self.host is None or not self.host.is_loading:
+            return False
+        self.host.wait()
+        return True
+
     def allocate(self, memory: SequenceMemory, num_tokens: int) -> bool:
         """Get pages for the first `num_tokens` positions; False, and no change, if too few."""
         num_columns = self.pages_for(num_tokens)
         of_groups = list(zip(self._groups, memory.pages, strict=True))
         if any(num_columns - len(pages) > group.num_free for group, pages in of_groups):
             return False
-        for g, (group, pages) in enumerate(of_groups):
-            for column in range(len(pages), num_columns):
-                page = group.take_next()
-                self._forget(g, page)
+        for g, (_, pages) in enumerate(of_groups):
+            first = len(pages)
+            for column, page in enumerate(self._take(g, num_columns - first), first):
                 memory.set_page(g, column, page)
         return True
+
+    def _take(self, g: int, num_pages: int) -> list[int]:
+        """Hold free pages of a group, the next to be reused; what they hold goes to the host."""
+        group = self._groups[g]
+        pages = [group.take_next() for _ in range(num_pages)]
+        if self.host is not None:
+            found = [(page, page_hash) for page in pages if (page_hash := group.hash_of(page))]
+            # Only the first group has layers of drafts that may fall behind.
+            self.host.keep(g, [(p, h, g > 0 or p in self._pages_with_draft) for p, h in found])
+        for page in pages:
+            self._forget(g, page)
+        return pages
 
     def launch(self, memory: SequenceMemory, end: int, draft_end: int | None) -> None:
         """A step is launched that computes a sequence up to `end`, and its draft up to `draft_end`.
@@ -210,6 +278,8 @@ class DeviceMemory:
         """
         for g, group in enumerate(self._groups):
             for page_hash in memory.page_hashes:
+                if self.host is not None:
+                    self.host.forget(g, page_hash)
                 if (page := group.find(page_hash)) is not None:
                     self._forget(g, page)
 
@@ -226,7 +296,8 @@ class DeviceMemory:
     def check_integrity(self, live: Sequence[SequenceMemory]) -> None:
         """Account for every page; raises RuntimeError naming the first that is wrong."""
         for g, group in enumerate(self._groups):
-            group.check_integrity([memory.pages[g] for memory in live])
+            filled = self.host.held(g) if self.host else ()
+            group.check_integrity([*(memory.pages[g] for memory in live), filled])
 
     def _give_back_behind_windows(self, memory: SequenceMemory) -> None:
         """Give back the pages that no row attends to from the computed tokens on.
@@ -248,14 +319,7 @@ class DeviceMemory:
         """
         if not self.prefix_caching:
             return [[] for _ in self._groups]
-        # All pages of a prompt: others ask whether it is about to compute them.
-        num_full = (len(memory.token_ids) - 1) // self.page_size
-        hashes = memory.hash_pages(num_full, self.page_size, self._lookahead)
-        edge, num_agreed, g = num_reusable // self.page_size, 0, 0
-        while num_agreed < len(self._groups):
-            last = self._groups[g].last_edge(hashes, edge)
-            num_agreed = num_agreed + 1 if last == edge else 1
-            edge, g = last, (g + 1) % len(self._groups)
+        hashes, edge = self._last_edge(memory, num_reusable)
         found = []
         for group in self._groups:
             first = group.first_needed(edge * self.page_size)
@@ -263,17 +327,43 @@ class DeviceMemory:
             found.append([DUMMY_PAGE] * first + [page for page in pages if page is not None])
         return found
 
+    def _last_edge(
+        self, memory: SequenceMemory, num_reusable: int, host: HostTier | None = None
+    ) -> tuple[list[bytes], int]:
+        """The hashes of a sequence's full pages, and the last edge at which it can go on, up to
+        `num_reusable` tokens: with what is on the device and, if given, in the second tier.
+        """
+        # All pages of a prompt: others ask whether it is about to compute them.
+        num_full = (len(memory.token_ids) - 1) // self.page_size
+        hashes = memory.hash_pages(num_full, self.page_size, self._lookahead)
+        edge, num_agreed, g = num_reusable // self.page_size, 0, 0
+        while num_agreed < len(self._groups):
+            elsewhere = host.hashes(g) if host else ()
+            last = self._groups[g].last_edge(hashes, edge, elsewhere)
+            num_agreed = num_agreed + 1 if last == edge else 1
+            edge, g = last, (g + 1) % len(self._groups)
+        return hashes, edge
+
     def _forget(self, g: int, page: int) -> None:
         page_hash = self._groups[g].forget(page)
-        if g > 0:
+        if g == 0:
+            self._pages_with_draft.discard(page)
+        if page_hash is not None:
+            self._announce_removed(g, page_hash)
+
+    def _announce_removed(self, g: int, page_hash: bytes) -> None:
+        """Report that a page can no longer be found, if so, and if it was reported to be there."""
+        if g > 0 or page_hash not in self._announced_hashes:
             return
-        if page_hash in self._announced_hashes:
+        in_host = self.host is not None and page_hash in self.host.hashes(0)
+        if not in_host and self._groups[0].find(page_hash) is None:
             self._announced_hashes.remove(page_hash)
             self.events.append(PageRemoved(page_hash))
-        self._pages_with_draft.discard(page)
 
     def _announce(self, memory: SequenceMemory, i: int) -> None:
         page_hash, start = memory.page_hashes[i], i * self.page_size
+        if page_hash in self._announced_hashes:
+            return  # the host has kept it
         parent_hash = memory.page_hashes[i - 1] if i > 0 else None
         token_ids = memory.token_ids[start : start + self.page_size]
         self._announced_hashes.add(page_hash)

@@ -1,7 +1,7 @@
 """The pages of one group of layers: who holds them, and which can be found by their tokens."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 DUMMY_PAGE = 0  # no sequence holds it; padding rows use it, and columns of pages that are gone
 
@@ -29,6 +29,10 @@ class Pages:
     def find(self, page_hash: bytes) -> int | None:
         return self._page_of_hash.get(page_hash)
 
+    def hash_of(self, page: int) -> bytes | None:
+        """By which it can be found, if it can."""
+        return self._hash[page]
+
     def is_free(self, page: int) -> bool:
         return self._ref_count[page] == 0
 
@@ -36,13 +40,15 @@ class Pages:
         """The first page of its sequence that a row at this position attends to."""
         return 0 if self.window is None else max(0, position - self.window + 1) // self._page_size
 
-    def last_edge(self, hashes: Sequence[bytes], most: int) -> int:
+    def last_edge(
+        self, hashes: Sequence[bytes], most: int, elsewhere: Container[bytes] = ()
+    ) -> int:
         """The last edge, counted in pages up to `most`, at which a sequence with these hashes can
-        go on: all that a row there attends to is found.
+        go on: all that a row there attends to is found, here or `elsewhere`.
         """
         edge = num_found = 0  # number found in a row before the edge
         for i in range(most):
-            if hashes[i] in self._page_of_hash:
+            if hashes[i] in self._page_of_hash or hashes[i] in elsewhere:
                 num_found += 1
             elif self.window is None:
                 break

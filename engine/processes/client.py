@@ -237,7 +237,14 @@ _REFUSALS: dict[str, type[Exception]] = {
     "queue_full": QueueFullError,
     "invalid": InvalidRequestError,
 }
-_GAUGES = {"num_running", "num_waiting", "pages_used", "pages_total"}
+_GAUGES = {
+    "num_running",
+    "num_waiting",
+    "pages_used",
+    "pages_total",
+    "host_pages_used",
+    "host_pages_total",
+}
 
 
 def _add_counters(past: EngineStats, now: EngineStats) -> EngineStats:

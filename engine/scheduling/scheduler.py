@@ -59,6 +59,7 @@ class Scheduler:
         A sequence in flight may have any number of tokens between `least_tokens` and `most_tokens`,
         so its pages are allocated for the most.
         """
+        self._memory.receive()
         waiting, running = self._sequences.waiting, self._sequences.running
         plan = Plan(follows_another=bool(running))
         startable = [r for r in waiting if r.can_start]
@@ -90,10 +91,12 @@ class Scheduler:
                 break
             if self._should_wait(request, prefilling, plan):
                 continue
-            if not (num_rows := self._admit(request, budget, plan)):
+            if not self._fits(request):
                 break
+            if self._memory.bring_back(request.memory, request.num_reusable_tokens):
+                continue
+            budget -= self._admit(request, budget, plan)
             prefilling.append(request)
-            budget -= num_rows
         if not self._worth.pays:
             for scheduled in plan.scheduled:
                 scheduled.forgo_lookup()
@@ -208,6 +211,8 @@ class Scheduler:
         scores_prompt = request.params.prompt_logprobs is not None
         if scores_prompt and plan.num_prompt_logits >= MAX_PROMPT_LOGITS:
             return True
+        if self._memory.is_coming_back(request.memory):
+            return True
         return self._prefix_is_coming(request, prefilling)
 
     def _prefix_is_coming(self, request: Request, prefilling: list[Request]) -> bool:
@@ -216,12 +221,10 @@ class Scheduler:
         )
 
     def _admit(self, request: Request, budget: int, plan: Plan) -> int:
-        """Seat a waiting sequence if there are pages for all its known tokens.
+        """Seat a waiting sequence; there must be pages for all its known tokens.
 
-        Returns the number of rows of its share of the step, or 0.
+        Returns the number of rows of its share of the step.
         """
-        if not self._fits(request):
-            return 0
         num_cached = self._memory.attach_prefix(request.memory, request.num_reusable_tokens)
         self._sequences.admit(request, num_cached)
         plan.newcomers.append(request)

@@ -54,6 +54,10 @@ def _summary(
     if info.state_bytes:
         of_each = info.state_bytes / (info.max_num_seqs + 1) / 2**20
         states = [("states", f"{info.state_bytes / 2**30:.1f} GiB, {of_each:.1f} MiB a sequence")]
+    host = []
+    if info.host_bytes:
+        num_kept, host_gib = info.host_pages * info.page_size_tokens, info.host_bytes / 2**30
+        host = [("in host memory", f"up to {num_kept:,} more cached tokens ({host_gib:.1f} GiB)")]
     page = [("page", f"{url}/ui")] if settings.server.ui else []
     return [
         ("target", f"{settings.target.model} ({info.target_dtype})"),
@@ -61,6 +65,7 @@ def _summary(
         ("device", info.device),
         ("reproducible", "yes" if info.batch_invariant else "no: rounding depends on the batch"),
         ("KV cache", f"up to {num_tokens:,} tokens ({cache_gib:.1f} GiB{notes})"),
+        *host,
         *states,
         ("context", f"{info.max_model_len} tokens, {info.max_num_seqs} sequences at once"),
         ("tool calls", form.name),

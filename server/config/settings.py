@@ -199,6 +199,13 @@ class CacheSettings(Section):
     prefix_caching: bool = Field(
         default=True, description="Keep pages of finished requests and share equal prefixes."
     )
+    host_gib: float = Field(
+        default=0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Host memory for cached pages whose room on the GPU is needed, in GiB. They "
+        "come back when a prompt begins with their tokens again. 0: they are computed again.",
+    )
     kv_events_endpoint: str | None = Field(
         default=None,
         pattern=r"^(tcp|ipc)://.",

@@ -164,6 +164,14 @@ class _EngineCollector(Collector):
                 "KV cache pages held by live sequences, of those there are: 0 to 1.",
                 stats.pages_used / max(1, stats.pages_total),
             ),
+            "outrider_host_pages_used": (
+                "Cached pages in host memory (cache.host_gib).",
+                stats.host_pages_used,
+            ),
+            "outrider_host_pages_total": (
+                "Pages that fit there; 0: it is off, or has failed.",
+                stats.host_pages_total,
+            ),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
@@ -173,6 +181,14 @@ class _EngineCollector(Collector):
             "outrider_cached_prompt_tokens": (
                 "Prompt tokens found in the prefix cache.",
                 stats.cached_tokens,
+            ),
+            "outrider_host_saved_tokens": (
+                "Cached tokens copied to host memory.",
+                stats.host_saved_tokens,
+            ),
+            "outrider_host_loaded_tokens": (
+                "Cached tokens copied back from host memory.",
+                stats.host_loaded_tokens,
             ),
             "outrider_generation_tokens": ("Tokens generated.", stats.generation_tokens),
             "outrider_steps": ("Steps of the engine.", stats.steps),

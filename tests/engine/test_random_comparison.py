@@ -2,7 +2,8 @@
 tokens and logprobs, to the bit.
 
 The engine that is compared launches a step ahead, and drafts from every source. It is short of
-pages all the time, computes prompts in chunks, finds prefixes, and loses sequences under way.
+pages all the time, computes prompts in chunks, finds prefixes, also in host memory, and loses
+sequences under way.
 A failure shows the seed, the request and both answers.
 """
 
@@ -17,6 +18,7 @@ from block_heads import save_tiny_block_head
 from engines import engine_config, lagging
 from gguf import GGMLQuantizationType as Gguf
 from heads import save_tiny_head
+from host_copies import with_late_copies
 from mtp import save_tiny_hybrid, save_tiny_mtp_model
 from random_sequences import offers, random_request
 from tiny_gguf import VOCAB as GGUF_VOCAB
@@ -121,8 +123,10 @@ def kind_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kind]:
     return get
 
 
-def short_of_everything(config: EngineConfig, rng: random.Random) -> EngineConfig:
-    """Pages for one of the longest sequences, and few rows a step."""
+def short_of_everything(
+    config: EngineConfig, rng: random.Random, host_gib: float = 0.0
+) -> EngineConfig:
+    """Pages for one of the longest sequences, a second tier of a few more, and few rows a step."""
     pick, page_size = rng.choice, rng.choice([1, 4, 5])
     num_pages = 2 + -(-MAX_MODEL_LEN // page_size)
     return replace(
@@ -133,7 +137,9 @@ def short_of_everything(config: EngineConfig, rng: random.Random) -> EngineConfi
             # Then the choice of k hangs on the clock. Answers must not.
             adaptive=rng.random() < 0.2,
         ),
-        cache=replace(config.cache, page_size_tokens=page_size, num_pages=num_pages),
+        cache=replace(
+            config.cache, page_size_tokens=page_size, num_pages=num_pages, host_gib=host_gib
+        ),
         scheduler=replace(
             config.scheduler,
             max_num_seqs=pick([4, 6, 8]),
@@ -224,7 +230,11 @@ def test_answers_are_those_of_plain_decoding(
     rng = random.Random(f"{kind} {seed}")
     found = kind_of(kind)
     asked = asked_and_answered(found.plain, rng, num_requests)
-    engine = lagging(short_of_everything(found.config, rng))
+    caches = kind != "hybrid"
+    config = short_of_everything(found.config, rng, host_gib=1e-4 if caches else 0)
+    engine = lagging(config)
+    if caches:
+        engine = with_late_copies(engine, rng)
     got = served(engine, [new for new, _ in asked], rng)
     for new, expected in asked:
         if new.request_id in got:
@@ -235,4 +245,5 @@ def test_answers_are_those_of_plain_decoding(
     if num_requests >= 50:
         assert 0 < sum(stats.accepted_per_position) < sum(stats.drafted_per_position)
         assert stats.preemptions > 0
-        assert (stats.cached_tokens > 0) == (kind != "hybrid")  # whose prefixes are not cached
+        assert (stats.cached_tokens > 0) == caches
+        assert (stats.host_loaded_tokens > 0) == caches

@@ -4,6 +4,7 @@ import asyncio
 import io
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -105,13 +106,24 @@ def test_summary_names_the_draft_and_its_kind(
     assert f"draft: {says}" in caplog.text
 
 
-def test_summary_says_what_sliding_windows_save(caplog: pytest.LogCaptureFixture) -> None:
-    settings, info = load_settings(environ={}), idle_client().info
-    assert info is not None
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"saved_by_windows_bytes": 3 * 2**30}, "sliding windows save 3.0 GiB"),
+        (
+            {"host_pages": 1000, "page_size_tokens": 16, "host_bytes": 2**31},
+            "in host memory: up to 16,000 more cached tokens (2.0 GiB)",
+        ),
+    ],
+)
+def test_summary_says_how_memory_is_used(
+    facts: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, plain = load_settings(environ={}), idle_client().info
+    assert plain is not None
     caplog.set_level(logging.INFO, "outrider.server")
-    for saved_gib in (0, 3):
+    for info in (plain, replace(plain, **facts)):
         caplog.clear()
-        info = replace(info, saved_by_windows_bytes=saved_gib * 2**30)
         show_summary(
             settings,
             info,
@@ -119,4 +131,4 @@ def test_summary_says_what_sliding_windows_save(caplog: pytest.LogCaptureFixture
             "http://127.0.0.1:8000",
             Console(file=io.StringIO()),
         )
-        assert ("sliding windows save 3.0 GiB" in caplog.text) == bool(saved_gib)
+        assert (says in caplog.text) == (info is not plain)

@@ -1,0 +1,168 @@
+"""The second tier's memory, and the copies between it and the pages of the layers."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..memory.host_tier import PageCopies
+from ..state.host_copy import uploaded
+from .groups import Group
+
+_BUFFER_BYTES = 256 * 2**20  # on a GPU, of each of three; a larger page gets as much as it takes
+
+
+class HostPages(PageCopies):
+    """Pages in host memory: of each, the parts of all layers of its group side by side."""
+
+    def __init__(self, groups: Sequence[Group], num_pages: Sequence[int], page_size: int) -> None:
+        self._groups = groups
+        self._sizes = [group.spec.bytes_per_token * page_size for group in groups]
+        # Of each group: [num_pages, bytes of a page]
+        self._host = [
+            torch.empty(count, size, dtype=torch.uint8)
+            for count, size in zip(num_pages, self._sizes, strict=True)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(memory.nbytes for memory in self._host)
+
+    def save(self, group: int, pages: Sequence[int], host_pages: Sequence[int]) -> None:
+        rows = torch.empty(len(pages), self._sizes[group], dtype=torch.uint8)
+        self._gather(group, torch.tensor(pages), rows)
+        self._host[group][torch.tensor(host_pages)] = rows
+
+    def load(self, group: int, host_pages: Sequence[int], pages: Sequence[int]) -> None:
+        self._scatter(group, torch.tensor(pages), self._host[group][torch.tensor(host_pages)])
+
+    def has_loaded(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def _gather(self, group: int, pages: Tensor, rows: Tensor) -> None:
+        for part, of_part in self._parts(group, rows):
+            torch.index_select(part, 0, pages, out=of_part)
+
+    def _scatter(self, group: int, pages: Tensor, rows: Tensor) -> None:
+        for part, of_part in self._parts(group, rows):
+            part.index_copy_(0, pages, of_part)
+
+    def _parts(self, group: int, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer, and the columns of `rows` that hold them.
+
+        Shape: rows [n, bytes of a page] -> [num_pages, m] and [n, m] each, of the widest integers
+        """
+        begin = 0
+        for _, layer in self._groups[group].layers:
+            for pages in layer.bound_pages:
+                part = pages.flatten(1).view(torch.uint8)
+                end = begin + part.shape[1]
+                of_part = rows[:, begin:end]
+                if begin % 8 == end % 8 == rows.shape[1] % 8 == 0:
+                    part, of_part = part.view(torch.int64), of_part.view(torch.int64)
+                yield part, of_part
+                begin = end
+
+
+class PinnedHostPages(HostPages):
+    """The same for a GPU: pages go through buffers, on streams of their own.
+
+    Only the gathering of what is saved runs between two steps.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        num_pages: Sequence[int],
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        """Raises RuntimeError if the memory cannot be pinned."""
+        super().__init__(groups, num_pages, page_size)
+        self._device = device
+        for memory in self._host:
+            if memory.numel():
+                # torch's own pinned memory comes in powers of two.
+                _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+                weakref.finalize(self, _unpin, memory).atexit = False
+        buffer_bytes = max(_at_once(size) * size for size in self._sizes)
+        # Two to save from, in turn, and one to load into.
+        self._buffers = torch.empty(3, buffer_bytes, dtype=torch.uint8, device=device)
+        self._saving, self._loading = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._saved = [torch.cuda.Event(), torch.cuda.Event()]  # of the first two buffers
+        self._loaded = torch.cuda.Event()
+        self._turn = 0
+
+    def save(self, group: int, pages: Sequence[int], host_pages: Sequence[int]) -> None:
+        steps = torch.cuda.current_stream(self._device)
+        for ids, host_ids in self._chunks(group, pages, host_pages):
+            rows, saved = self._rows(group, self._turn, len(ids)), self._saved[self._turn]
+            steps.wait_event(saved)  # the buffer is empty again
+            self._gather(group, uploaded(np.array(ids), self._device), rows)
+            self._saving.wait_stream(steps)
+            with torch.cuda.stream(self._saving):
+                for i, first, count in _runs(host_ids):
+                    to = self._host[group][first : first + count]
+                    to.copy_(rows[i : i + count], non_blocking=True)
+            saved.record(self._saving)
+            self._turn = 1 - self._turn
+
+    def load(self, group: int, host_pages: Sequence[int], pages: Sequence[int]) -> None:
+        self._loading.wait_stream(torch.cuda.current_stream(self._device))
+        self._loading.wait_stream(self._saving)
+        with torch.cuda.stream(self._loading):
+            for ids, host_ids in self._chunks(group, pages, host_pages):
+                rows = self._rows(group, 2, len(ids))
+                for i, first, count in _runs(host_ids):
+                    of_host = self._host[group][first : first + count]
+                    rows[i : i + count].copy_(of_host, non_blocking=True)
+                self._scatter(group, uploaded(np.array(ids), self._device), rows)
+        self._loaded.record(self._loading)
+
+    def has_loaded(self) -> bool:
+        return bool(self._loaded.query())
+
+    def wait(self) -> None:
+        self._loaded.synchronize()
+
+    def _rows(self, group: int, buffer: int, count: int) -> Tensor:
+        """Shape: [count, bytes of a page]."""
+        size = self._sizes[group]
+        return self._buffers[buffer][: count * size].view(count, size)
+
+    def _chunks(
+        self, group: int, pages: Sequence[int], host_pages: Sequence[int]
+    ) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        """As many as go through a buffer at once."""
+        most = _at_once(self._sizes[group])
+        for first in range(0, len(pages), most):
+            yield pages[first : first + most], host_pages[first : first + most]
+
+
+def _at_once(bytes_per_page: int) -> int:
+    """How many pages of this size go through a buffer at once."""
+    return max(1, _BUFFER_BYTES // max(1, bytes_per_page))
+
+
+def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(index of the first, first id, length) of each run of consecutive ids."""
+    begin = 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or ids[end] != ids[end - 1] + 1:
+            yield begin, ids[begin], end - begin
+            begin = end
+
+
+def _unpin(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _check(code: Any) -> None:
+    if int(code) != 0:
+        raise RuntimeError(f"error {int(code)} of CUDA")

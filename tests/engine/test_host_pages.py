@@ -1,0 +1,79 @@
+"""Pages come back from host memory as they were, all layers of a group together."""
+
+import pytest
+import torch
+from tiny_models import DEVICE
+
+from outrider.engine.models import host_pages
+from outrider.engine.models.attention import PagedAttention
+from outrider.engine.models.groups import Group
+from outrider.engine.models.host_pages import HostPages, PinnedHostPages
+from outrider.engine.models.network import PagedLayers
+
+PAGE, NUM_PAGES = 3, 12
+
+
+class Layers(PagedLayers):
+    def __init__(self, dtype: torch.dtype, shapes: list[tuple[int, int, int]]) -> None:
+        self.dtype, self.device, self.vocab_size = torch.bfloat16, DEVICE, 1
+        self.cache_dtype = dtype
+        self._attentions = [PagedAttention(heads, heads, k, v, 1.0) for heads, k, v in shapes]
+
+    @property
+    def attentions(self) -> list[PagedAttention]:
+        return self._attentions
+
+
+def bound(layers: Layers) -> Group:
+    group = Group(None, [(layers, layer) for layer in layers.attentions])
+    group.bind(0, NUM_PAGES, PAGE)
+    for k, _ in enumerate(layers.attentions):
+        for pages in layers.attentions[k].bound_pages:
+            bits = pages.view(torch.uint8)
+            bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8))
+    return group
+
+
+def contents(group: Group, pages: list[int]) -> list[torch.Tensor]:
+    return [
+        of_layer[torch.tensor(pages)].view(torch.uint8).cpu()
+        for _, layer in group.layers
+        for of_layer in layer.bound_pages
+    ]
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 10**6])  # on a GPU: page by page, or all at once
+@pytest.mark.parametrize(
+    ("dtype", "shapes"),
+    [
+        (torch.bfloat16, [(2, 8, 8), (1, 16, 4)]),
+        (torch.float32, [(1, 3, 5)]),
+        (torch.float8_e4m3fn, [(2, 8, 8), (1, 3, 3)]),
+        (torch.float16, []),  # every layer has a window, so the first group is empty
+    ],
+)
+def test_pages_come_back_as_they_were(
+    dtype: torch.dtype,
+    shapes: list[tuple[int, int, int]],
+    buffer_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_pages, "_BUFFER_BYTES", buffer_bytes)
+    groups = [bound(Layers(torch.bfloat16, [(1, 4, 4)])), bound(Layers(dtype, shapes))]
+    if DEVICE.type == "cuda":
+        copies: HostPages = PinnedHostPages(groups, [3, 6], PAGE, DEVICE)
+    else:
+        copies = HostPages(groups, [3, 6], PAGE)
+    saved, others = [7, 2, 3, 11, 5], [1, 4, 6, 8, 9, 10]
+    before, untouched = contents(groups[1], saved), contents(groups[1], others)
+    copies.save(1, saved, [4, 0, 1, 2, 5])
+    for _, layer in groups[1].layers:
+        for pages in layer.bound_pages:
+            pages.view(torch.uint8)[torch.tensor(saved)] = 0
+    copies.load(1, [0, 1, 2, 4, 5], [2, 3, 11, 7, 5])
+    copies.wait()
+    assert copies.has_loaded()
+    for was, now in zip(before, contents(groups[1], saved), strict=True):
+        assert torch.equal(was, now)
+    for was, now in zip(untouched, contents(groups[1], others), strict=True):
+        assert torch.equal(was, now)

@@ -1,0 +1,345 @@
+"""Evicted pages go to host memory and come back, and nobody's answer changes."""
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engines import GREEDY, engine_config, lagging, prompts, run, tokens
+from heads import save_tiny_head
+from host_copies import FailingCopies, LateCopies, with_copies, with_late_copies
+from tiny_models import VOCAB, Tiny
+
+from outrider.engine import measuring
+from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
+from outrider.engine.config import ConfigError, EngineConfig
+from outrider.engine.engine import Engine
+from outrider.engine.memory.device_memory import DeviceMemory, PageRemoved, PageStored
+from outrider.engine.memory.host_tier import PageCopies
+from outrider.engine.memory.sequence import SequenceMemory
+from outrider.engine.memory.spec import PagedSpec
+
+PAGE = 4
+HOST_GIB = 0.002
+GREEDY = replace(GREEDY, max_tokens=12)
+ASKED = prompts([61, 47, 55, 39], VOCAB)
+PARAMS = [
+    GREEDY,
+    replace(GREEDY, logprobs=2),
+    SamplingParams(max_tokens=12, seed=3, verification="match", prompt_logprobs=1),
+    SamplingParams(max_tokens=12, seed=4, temperature=0.7, verification="match", logprobs=1),
+]
+
+
+class Copies(PageCopies):
+    """Pages that are what was last written to them."""
+
+    def __init__(self, num_groups: int = 1) -> None:
+        self.device: list[dict[int, object]] = [{} for _ in range(num_groups)]
+        self.host: list[dict[int, object]] = [{} for _ in range(num_groups)]
+        self.num_saved, self.is_late = 0, False
+        self._begun: list[tuple[int, Sequence[int], Sequence[int]]] = []
+
+    def save(self, group: int, pages: Sequence[int], host_pages: Sequence[int]) -> None:
+        assert len(set(host_pages)) == len(host_pages)
+        for page, host_page in zip(pages, host_pages, strict=True):
+            self.host[group][host_page] = self.device[group][page]
+        self.num_saved += len(pages)
+
+    def load(self, group: int, host_pages: Sequence[int], pages: Sequence[int]) -> None:
+        self._begun.append((group, host_pages, pages))
+
+    def has_loaded(self) -> bool:
+        if not self.is_late:
+            self.wait()
+        return not self._begun
+
+    def wait(self) -> None:
+        for group, host_pages, pages in self._begun:
+            for page, host_page in zip(pages, host_pages, strict=True):
+                self.device[group][page] = self.host[group][host_page]
+        self._begun.clear()
+
+
+def two_tiers(
+    num_pages: int, num_host: int, *, has_head: bool = False, keeps_events: bool = False
+) -> tuple[DeviceMemory, Copies]:
+    copies = Copies()
+    memory = DeviceMemory(
+        [PagedSpec(1)],
+        [num_pages],
+        PAGE,
+        has_head=has_head,
+        keeps_events=keeps_events,
+        host=([num_host], copies),
+    )
+    return memory, copies
+
+
+def compute(
+    memory: DeviceMemory, copies: Copies, token_ids: list[int], salt: str = "", draft: bool = False
+) -> int:
+    """Run a sequence from its cached prefix to its end; returns the tokens of that prefix."""
+    one = SequenceMemory(token_ids, salt)
+    most = len(token_ids) - 1
+    assert memory.fits(one, len(token_ids), most)
+    memory.bring_back(one, most)
+    num_cached = memory.attach_prefix(one, most)
+    for i, page in enumerate(one.pages[0]):
+        assert copies.device[0][page] == (salt, token_ids[: (i + 1) * PAGE])
+    assert memory.allocate(one, len(token_ids))
+    for i, page in enumerate(one.pages[0]):
+        copies.device[0][page] = salt, token_ids[: (i + 1) * PAGE]
+    memory.launch(one, 0, 0 if draft else None)
+    memory.check_integrity([one])
+    memory.release(one)
+    memory.check_integrity([])
+    return num_cached
+
+
+FIRST, SECOND = list(range(17)), list(range(50, 67))
+
+
+def test_an_evicted_prefix_comes_back() -> None:
+    memory, copies = two_tiers(6, 20)
+    assert compute(memory, copies, FIRST) == 0
+    assert compute(memory, copies, SECOND) == 0
+    assert memory.host is not None
+    assert memory.host.num_saved == 4  # all that was full
+    assert compute(memory, copies, FIRST) == 16
+    assert compute(memory, copies, SECOND) == 16
+    assert copies.num_saved == 8  # what has come back is not copied again
+
+
+def test_a_prefix_comes_back_only_under_its_salt() -> None:
+    memory, copies = two_tiers(6, 20)
+    compute(memory, copies, FIRST, "a")
+    compute(memory, copies, SECOND)
+    assert compute(memory, copies, FIRST) == 0
+    assert compute(memory, copies, FIRST, "b") == 0
+    assert compute(memory, copies, FIRST, "a") == 16
+
+
+def test_the_tier_keeps_no_more_than_its_pages_and_the_newest_of_them() -> None:
+    memory, copies = two_tiers(6, 6)
+    texts = [list(range(n, n + 17)) for n in (0, 100, 200, 300)]
+    for text in texts:
+        compute(memory, copies, text)
+    assert set(copies.host[0]) == set(range(6))
+    assert memory.host is not None
+    assert memory.host.num_used == 6
+    assert compute(memory, copies, texts[2]) == 16
+    assert compute(memory, copies, texts[0]) == 0
+
+
+def test_nobody_finds_a_page_before_it_has_come() -> None:
+    memory, copies = two_tiers(12, 20)
+    compute(memory, copies, FIRST)
+    for n in (100, 200):
+        compute(memory, copies, list(range(n, n + 24)))
+    copies.is_late = True
+    one, other = SequenceMemory(FIRST), SequenceMemory(FIRST)
+    assert memory.bring_back(one, 16)
+    assert memory.is_coming_back(one)
+    assert memory.bring_back(other, 16)  # which waits for the same transfer
+    memory.receive()
+    assert memory.attach_prefix(SequenceMemory(FIRST), 16) == 0
+    memory.check_integrity([])
+    assert memory.num_free_pages == memory.num_usable_pages - 4
+    copies.is_late = False
+    memory.receive()
+    assert memory.attach_prefix(one, 16) == 16
+    memory.check_integrity([one])
+
+
+def test_a_page_on_its_way_stays_until_it_has_come() -> None:
+    memory, copies = two_tiers(12, 5)
+    for text in (FIRST, list(range(100, 124)), list(range(200, 224))):
+        compute(memory, copies, text)
+    copies.is_late = True
+    assert memory.bring_back(SequenceMemory(FIRST), 16)  # others make room, and would overwrite it
+    copies.is_late = False
+    memory.receive()
+    assert compute(memory, copies, FIRST) == 16
+
+
+@pytest.mark.parametrize("is_on_its_way", [False, True])
+def test_what_may_be_nan_does_not_come_back(is_on_its_way: bool) -> None:
+    memory, copies = two_tiers(6, 20)
+    compute(memory, copies, FIRST)
+    compute(memory, copies, SECOND)
+    copies.is_late = is_on_its_way
+    one = SequenceMemory(FIRST)
+    one.hash_pages(4, PAGE, 0)
+    if is_on_its_way:
+        assert memory.bring_back(one, 16)
+    memory.forget(one)
+    copies.is_late = False
+    memory.receive()
+    assert compute(memory, copies, FIRST) == 0
+
+
+def test_a_draft_that_had_fallen_behind_is_behind_when_pages_come_back() -> None:
+    memory, copies = two_tiers(6, 20)
+    for has_draft in (False, True):
+        compute(memory, copies, FIRST, draft=has_draft)
+        compute(memory, copies, SECOND)
+        one = SequenceMemory(FIRST)
+        memory.bring_back(one, 16)
+        assert memory.attach_prefix(one, 16) == 16
+        assert one.num_draft_computed_tokens == (16 if has_draft else 0)
+        memory.release(one)
+
+
+def test_routers_hear_that_a_page_is_gone_once_both_tiers_have_lost_it() -> None:
+    memory, copies = two_tiers(6, 8, keeps_events=True)
+    compute(memory, copies, FIRST)
+    compute(memory, copies, SECOND)
+    compute(memory, copies, FIRST)
+    assert not [e for e in memory.events if isinstance(e, PageRemoved)]
+    for n in (100, 200, 300):
+        compute(memory, copies, list(range(n, n + 17)))
+    stored = [e.page_hash for e in memory.events if isinstance(e, PageStored)]
+    removed = [e.page_hash for e in memory.events if isinstance(e, PageRemoved)]
+    assert len(stored) == len(set(stored)) == 20
+    assert len(removed) == len(set(removed)) == 20 - 4 - 8
+
+
+def tiered(config: EngineConfig, host_gib: float = HOST_GIB) -> EngineConfig:
+    return replace(config, cache=replace(config.cache, host_gib=host_gib), batch_invariant=True)
+
+
+def whole(outputs: list[RequestOutput]) -> list[object]:
+    entries = [e for o in outputs for e in (*(o.prompt_logprobs or ()), *(o.logprobs or ()))]
+    return [tokens(outputs), entries]
+
+
+def save_draft(kind: str, target: Path, folder: Path, draft: Path) -> Path | None:
+    if kind == "eagle3":
+        return save_tiny_head(folder, target, boundaries=(0, 1, 2))
+    return draft if kind == "draft_model" else None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="no equal bits in float32 there")
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "windows"])
+def test_returned_prompts_are_answered_alike(
+    kind: str, target: Path, draft: Path, tmp_path: Path, tiny_model: Tiny
+) -> None:
+    """Chunks, drafts, and other sequences beside it; more than half of all prompts come back."""
+    if kind == "windows":
+        layer_types = ["full_attention", "sliding_attention"]
+        target = tiny_model(
+            "qwen3", sliding_window=8, use_sliding_window=True, layer_types=layer_types
+        )
+    proposer = "suffix" if kind == "windows" else "draft_model"
+    of_drafts = save_draft(kind, target, tmp_path / "draft", draft)
+    config = engine_config(
+        target, of_drafts, k=3, proposer=proposer, num_pages=32, max_num_batched_tokens=16
+    )
+    alone = Engine(
+        replace(tiered(config, 0), cache=replace(config.cache, num_pages=400, prefix_caching=False))
+    )
+    expected = [whole(run(alone, [p], q)[0]) for p, q in zip(ASKED, PARAMS, strict=True)]
+    engine = with_late_copies(lagging(tiered(config)), random.Random(kind))
+    for _ in range(2):
+        got = [whole(outputs) for outputs in run(engine, ASKED, PARAMS)]
+        assert got == expected
+    for prompt, params, answer in zip(ASKED, PARAMS, expected, strict=True):
+        outputs = run(engine, [prompt], params)[0]
+        assert whole(outputs) == answer
+        if params.prompt_logprobs is None:
+            assert outputs[-1].num_cached_tokens >= len(prompt) - 2 * PAGE
+    stats = engine.stats()
+    assert stats.host_loaded_tokens > 60
+    assert stats.host_saved_tokens >= stats.host_pages_used * PAGE > 60
+    if kind != "windows":
+        assert sum(stats.accepted_per_position) > 0
+
+
+def begin(engine: Engine, name: str, prompt: list[int]) -> None:
+    engine.submit([NewRequest(request_id=name, prompt_token_ids=prompt, params=GREEDY)])
+
+
+def test_others_go_on_while_pages_come_back(target: Path) -> None:
+    engine = lagging(tiered(engine_config(target, num_pages=40, proposer="none")))
+    run(engine, ASKED[:1], GREEDY)
+    run(engine, ASKED[1:3], GREEDY)
+    engine = engine_with_memory(engine)
+    begin(engine, "other", ASKED[3])
+    engine.step()
+    begin(engine, "back", ASKED[0])
+    begin(engine, "short", [1, 2, 3])
+    drawn = {"other": 0, "back": 0, "short": 0}
+    for _ in range(8):
+        for output in engine.step():
+            drawn[output.request_id] += len(output.token_ids)
+    assert drawn["back"] == 0
+    assert drawn["other"] >= 6
+    assert drawn["short"] >= 6
+    engine.abort(["back"])  # its pages come nevertheless, and are free then
+    while engine.has_work():
+        engine.step()
+    engine.check_integrity()
+    begin(engine, "again", ASKED[0])
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    assert outputs[-1].num_cached_tokens == 60
+    engine.check_integrity()
+    assert engine.stats().pages_used == 0
+
+
+def engine_with_memory(engine: Engine) -> Engine:
+    """The same engine with the same cache, whose pages come back after ten steps."""
+    memory, found = engine.sequences.memory, engine.worker.host_pages
+    assert memory.host is not None
+    assert found is not None
+    memory.host._copies = LateCopies(found[1], lambda: 10)
+    return engine
+
+
+@pytest.mark.parametrize("fails", ["save", "load", "has_loaded"])
+def test_a_tier_that_fails_is_left_with_one_warning(
+    fails: str, target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = engine_config(target, proposer="none", num_pages=24)
+    asked, greedy = ASKED[:2], replace(GREEDY, max_tokens=4)
+    expected = [tokens(run(Engine(config), [prompt], greedy)[0]) for prompt in asked]
+    engine = with_copies(lagging(tiered(config)), lambda copies: FailingCopies(copies, fails))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert [tokens(run(engine, [prompt], greedy)[0]) for prompt in asked] == expected
+    warnings = [r.message for r in caplog.records if "host memory" in r.message]
+    assert len(warnings) == 1
+    assert "the bus is gone" in warnings[0]
+    stats = engine.stats()
+    assert (stats.host_pages_total, stats.host_pages_used) == (0, 0)
+    assert stats.host_loaded_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("host_gib", "caches", "says"),
+    [
+        (1e6, True, "has room for"),
+        (1e-9, True, "holds no page: set it to"),
+        (0.001, False, "no prefixes are cached"),
+    ],
+)
+def test_host_memory_that_cannot_serve_is_refused_at_start(
+    host_gib: float, caches: bool, says: str, target: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"cache.host_gib is .*{says}.* 0"):
+        Engine(tiered(engine_config(target, prefix_caching=caches), host_gib))
+
+
+def test_the_largest_that_is_named_fits(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "available_bytes", lambda: 3 * 2**30)
+    config = engine_config(target, num_pages=512)
+    with pytest.raises(ConfigError, match=r"room for 2\.6 GiB"):
+        Engine(tiered(config, 2.7))
+    info = Engine(tiered(config, 2.6)).info
+    assert 2.59 * 2**30 < info.host_bytes <= 2.6 * 2**30
+    assert info.host_bytes == info.cache_bytes // (info.num_pages + 1) * info.host_pages
