@@ -51,7 +51,8 @@ LOCK := build/uv/bin/uv pip compile --quiet --no-config --generate-hashes --no-a
 	--custom-compile-command "make lock"
 
 .PHONY: gpu gpu-ranks gpu-set-up lock $(GPU_PARTS) \
-	help serve test deep sweep clients scale check format-check lint types mutate docs docs-test format clean
+	help serve test deep oldest newest sweep clients scale check format-check lint types mutate docs docs-test format \
+	clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -67,6 +68,13 @@ test: .make/dev ## run the tests (ARGS= for pytest)
 
 deep: .make/dev ## run the further cases that make test leaves out
 	$(TEST) -m deep $(ARGS)
+
+oldest newest: %: .make/%
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} build/$@/bin/python -m pytest -p no:cacheprovider \
+		--numprocesses logical --maxprocesses 8 --dist loadgroup $(ARGS)
+
+oldest: ## run the tests with the oldest versions that pyproject.toml allows (6 GB; ARGS= for pytest)
+newest: ## likewise with the newest
 
 sweep: .make/dev ## run what takes too long for every change: all parameters against all others
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m sweep --timeout 3600 $(ARGS)
@@ -163,6 +171,18 @@ clean: ## remove what was installed and built here (converted models stay)
 
 .make/uv: .make/venv
 	@$(BIN)/python -m venv build/uv && build/uv/bin/python -m pip install --quiet $(PIP_ARGS) uv
+	@touch $@
+
+# What the server needs, at one end of the ranges; our own code and the tests' tools come from .venv, behind it.
+.make/oldest: RESOLUTION := lowest-direct
+.make/newest: RESOLUTION := highest
+.make/oldest .make/newest: .make/%: .make/dev .make/uv pyproject.toml
+	@echo "Installing the $* versions of what the server needs"
+	@build/uv/bin/uv venv --quiet --no-config --clear --python $(BIN)/python build/$*
+	@build/uv/bin/uv pip install --quiet --no-config --upgrade --resolution $(RESOLUTION) \
+		--python build/$*/bin/python --requirements pyproject.toml
+	@echo "import site; site.addsitedir('$$(echo $(CURDIR)/.venv/lib/python3*/site-packages)')" \
+		> $$(echo build/$*/lib/python3*/site-packages)/outrider.pth
 	@touch $@
 
 # Each in an environment of its own: no two of them agree on their dependencies.

@@ -30,9 +30,7 @@ def load_start(
 ) -> PreTrainedModel:
     """The draft to go on from; raises DistillError if it cannot be trained for the target."""
     try:
-        draft = load_pretrained(
-            Path(start), load_config(start), dtype=torch.float32, device_map={"": device}
-        )
+        draft = load_pretrained(Path(start), load_config(start), device, dtype=torch.float32)
     except (OSError, ValueError, KeyError) as error:
         raise DistillError(f"start: cannot load {start}: {error}") from error
     sizes = [config.get_text_config().vocab_size for config in (draft.config, target_config)]

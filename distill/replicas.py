@@ -212,6 +212,6 @@ def _agreed(number: int, device: torch.device) -> int:
 def _load_target(path: str, device: torch.device) -> PreTrainedModel:
     hf_config = load_config(path)
     dtype = resolve_dtype("auto", hf_config, device)
-    model = load_pretrained(Path(path), hf_config, dtype=dtype, device_map={"": device})
+    model = load_pretrained(Path(path), hf_config, device, dtype=dtype)
     model.eval().requires_grad_(False)
     return model

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .reached import check_reached
 from .triton_or_none import triton
+
+if hasattr(triton, "runtime"):  # else it is a stand-in, and nothing is compiled
+    check_reached("triton", triton, "AsyncCompileMode")
+    check_reached("triton", triton.JITFunction, "run")
+    check_reached("triton", triton.runtime.build, "_load_module_from_path")
 
 _THREADS = 16
 _EMPTY = {

@@ -59,8 +59,8 @@ class HuggingFaceModel(Network):
             model = load_pretrained(
                 Path(config.path),
                 hf_config,
+                device,
                 dtype=dtype,
-                device_map={"": device},
                 attn_implementation=name,
                 trust_remote_code=config.trust_remote_code,
             )

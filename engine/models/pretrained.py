@@ -7,20 +7,36 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from outrider.kernels.reached import check_reached
+
 from .admission import UnsupportedModelError
 from .checkpoint import open_files
 from .gguf_file import FILE_NAME
 from .unread import warn_of_unread
 
+check_reached(
+    "transformers",
+    PreTrainedModel,
+    *("_is_stateful", "_keys_to_ignore_on_load_unexpected", "is_backend_compatible"),
+)
+
 
 def load_pretrained(
-    path: Path, config: PreTrainedConfig | None, *, trust_remote_code: bool = False, **options: Any
+    path: Path,
+    config: PreTrainedConfig | None,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> PreTrainedModel:
     """The model of a directory, or of a GGUF file whose `config` may be None: the file has one.
 
-    `options` are those of transformers' `from_pretrained`. Raises UnsupportedModelError if files
-    are missing or damaged, or do not have each of the model's tensors in its shape.
+    `options` are those of transformers' `from_pretrained`, which needs accelerate for GGUF files,
+    and to load onto a GPU. Raises UnsupportedModelError if files are missing or damaged, or do not
+    have each of the model's tensors in its shape.
     """
+    if device.type != "cpu":
+        options["device_map"] = {"": device}
     gguf = path if path.is_file() else path / FILE_NAME
     model_class: Any = AutoModelForCausalLM
     source: dict[str, Any]

@@ -45,7 +45,8 @@ def packed_linear(rows: Tensor, weight: PackedWeight, bias: Tensor | None = None
     out = rows.new_empty(padded, weight.reordered.shape[0])
     start = 0
     while start < padded:
-        size = next(size for size in weight.blocks if size <= padded - start)
+        left = padded - start  # others might leave fewer rows than the smallest block has
+        size = next(n for n in weight.blocks if n <= left and n % _CHEAPEST_ROWS == 0)
         block = slice(start, start + size)
         out[block] = _product(rows[block], weight.reordered, bias)
         start += size

@@ -33,7 +33,6 @@ class TextOptions:
     """How the tokens of a request become text."""
 
     stop: tuple[str, ...] = ()
-    stop_tables: dict[str, list[int]] = field(default_factory=dict)
     include_stop: bool = False
     detokenize: bool = True
     skipped_ids: frozenset[int] = frozenset()  # special tokens, which do not appear in the text
@@ -102,9 +101,7 @@ class Sample:
             spaces_between_special=options.spaces_between_special,
         )
         self._tokenizer = tokenizer
-        self._stops = StopStrings(
-            options.stop, include=options.include_stop, tables=options.stop_tables
-        )
+        self._stops = StopStrings(options.stop, include=options.include_stop)
         self._hidden_stop = ""  # text of the stop that ended the sequence, if it is not shown
         self.queue_s = 0.0
         self.num_tokens = 0

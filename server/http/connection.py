@@ -16,7 +16,24 @@ import httptools
 from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from outrider.kernels.reached import check_reached
+
 from ..base.errors import path_within
+
+check_reached(
+    "uvicorn",
+    HttpToolsProtocol,
+    *("connections", "cycle", "expect_100_continue", "headers", "logger", "loop", "parser"),
+    *("pipeline", "scope", "transport"),
+    *("_should_upgrade", "_start_asgi_task", "_unset_keepalive_if_required"),
+    *("on_response_complete", "send_400_response"),
+)
+check_reached(
+    "uvicorn",
+    RequestResponseCycle,
+    *("chunked_encoding", "disconnected", "expected_content_length", "keep_alive"),
+    *("message_event", "response_complete", "response_started", "scope"),
+)
 
 # Longer than clients keep idle connections, so that none is closed under a request of theirs.
 KEEP_ALIVE_S = 75

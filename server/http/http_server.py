@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 from outrider.engine.processes.client import EngineClient
 from outrider.engine.processes.heap import give_memory_back
+from outrider.kernels.reached import check_reached
 
 from ..api.sampling_defaults import sampling_defaults
 from ..config.server_settings import ServerSettings
@@ -25,6 +26,10 @@ from .connection import KEEP_ALIVE_S, Connection, Unsent
 from .middleware import EarlyAnswer, Gate
 
 log = logging.getLogger("outrider.server")
+
+check_reached(
+    "uvicorn", uvicorn.Server, "handle_exit", "on_tick", "server_state", "should_exit", "startup"
+)
 
 SWEEP_TICKS = 5  # ticks of uvicorn's loop, 0.1 s each
 # Until Python looks for garbage. By default after 700, which took half of the time of large bodies

@@ -177,6 +177,7 @@ def _unpack(held: Path, file: "GgufFile", dtype: str, rope: dict[str, Any] | Non
         model = load_pretrained(
             held,
             None,
+            torch.device("cpu"),
             dtype=getattr(torch, dtype),
             quantization_config=GgufConfig(dequantize=True),  # otherwise save_pretrained raises
         )

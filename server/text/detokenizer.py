@@ -27,6 +27,9 @@ class Detokenizer:
 
     Tokens are decoded within a window that begins before them, because many tokenizers strip the
     space at the start of a text. The window is always short, and so is the work for each token.
+
+    The `DecodeStream` of `tokenizers` is not exact: it raises for some runs of byte tokens, and
+    never shows the end of a text that is no whole character.
     """
 
     def __init__(
@@ -98,17 +101,13 @@ class Detokenizer:
 class StopStrings:
     """Text up to the stop string that is complete first; of several, the one that starts first.
 
-    Holds back exactly what could still become a stop string. Each stop string is matched by the
-    algorithm of Knuth, Morris and Pratt, which looks at a character at most twice.
+    Holds back exactly what could still become a stop string. For each of them it keeps the first
+    place where one may have begun. A place is given up once, so the work grows with the text.
     """
 
-    def __init__(
-        self, stops: Sequence[str], *, include: bool, tables: dict[str, list[int]] | None = None
-    ) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
         self._stops = tuple(stops)
-        # Made when first needed; the sequences of a request share them.
-        self._tables = {} if tables is None else tables
-        self._num_matched = [0] * len(stops)  # for each, how many of its characters match so far
+        self._starts = [0] * len(stops)  # for each, where in the held text it may have begun
         self._include = include
         self._held = ""
         self.matched: str | None = None
@@ -120,59 +119,37 @@ class StopStrings:
         """
         if not self._stops or self.matched is not None:
             return text if self.matched is None else ""
-        num_held = len(self._held)
+        text = self._held + text
         matches = []
         for i, stop in enumerate(self._stops):
-            end = self._follow(i, text, may_stop=may_stop)
-            if end is not None:
-                end += num_held
-                matches.append((end, end - len(stop), stop))
-        text = self._held + text
+            self._starts[i] = start = _begin(stop, text, self._starts[i], may_end=may_stop)
+            if (end := start + len(stop)) <= len(text):
+                matches.append((end, start, stop))
         if matches:
             end, start, self.matched = min(matches)
             self._held = ""
             return text[: end if self._include else start]
-        shown = len(text) - max(self._num_matched)
-        self._held = text[shown:]
-        return text[:shown]
+        num_shown = min(self._starts)
+        self._starts = [start - num_shown for start in self._starts]
+        self._held = text[num_shown:]
+        return text[:num_shown]
 
     def flush(self) -> str:
         """The text that was held back, after the end of the text."""
         text, self._held = self._held, ""
         return text
 
-    def _follow(self, i: int, text: str, *, may_stop: bool) -> int | None:
-        """Where in the text the i-th stop string is complete, if it counts."""
-        stop, matched, at = self._stops[i], self._num_matched[i], 0
-        while at < len(text):
-            if not matched and (at := text.find(stop[0], at)) < 0:
-                break
-            while matched and stop[matched] != text[at]:
-                matched = self._restarts(stop)[matched]
-            matched += stop[matched] == text[at]
-            at += 1
-            if matched == len(stop):
-                if may_stop:
-                    return at
-                matched = self._restarts(stop)[matched]
-        self._num_matched[i] = matched
-        return None
 
-    def _restarts(self, stop: str) -> list[int]:
-        if (table := self._tables.get(stop)) is None:
-            table = self._tables[stop] = _restarts(stop)
-        return table
-
-
-def _restarts(stop: str) -> list[int]:
-    """For each n, the length of the longest border of the first n characters of the stop string."""
-    restarts = [0, 0]
-    for char in stop[1:]:
-        matched = restarts[-1]
-        while matched and stop[matched] != char:
-            matched = restarts[matched]
-        restarts.append(matched + (stop[matched] == char))
-    return restarts
+def _begin(stop: str, text: str, start: int, *, may_end: bool) -> int:
+    """The first place from `start` on where the stop string begins: whole if it `may_end` in the
+    text, or cut short by the end of the text. The length of the text if there is none.
+    """
+    while (start := text.find(stop[0], start)) >= 0:
+        piece = text[start : start + len(stop)]
+        if stop.startswith(piece) and (may_end or len(piece) < len(stop)):
+            return start
+        start += 1
+    return len(text)
 
 
 def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:

@@ -13,10 +13,14 @@ import regex
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS, parse_content
 
+from outrider.kernels.reached import check_reached
+
 from .message_parser import REASONING_FIELDS, MessageParser, Part, Text
 from .tool_calls import NOT_A_CALL, Tools, calls_of_field
 
 log = logging.getLogger(__name__)
+
+check_reached("transformers", ResponseParser, "_body", "_buffer", "_current", "_pos", "_spec")
 
 # A delimiter may be a pattern that matches texts of any length, such as white space and a marker.
 MAX_DELIMITER_CHARS = 512

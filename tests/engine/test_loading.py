@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tiny_models import change_config
 from transformers import LlamaConfig
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.models import admission
 from outrider.engine.models.admission import UnsupportedModelError, max_positions, resolve_dtype
+from outrider.engine.models.hugging_face import HuggingFaceModel
 from outrider.engine.models.loading import load_network
 from outrider.kernels.model.batch_invariant_linear import library_rows
 
@@ -90,3 +92,12 @@ def test_models_that_do_not_keep_their_bits_on_a_gpu_are_refused(
     weight = torch.zeros(8, 8)
     with pytest.raises(ValueError, match=r"float32.* 16 bits"):
         library_rows(weight, None)
+
+
+def test_a_model_of_transformers_needs_no_accelerate_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]
+) -> None:
+    for module in (transformers.modeling_utils, transformers.integrations.accelerate):
+        monkeypatch.setattr(module, "is_accelerate_available", lambda: False)
+    config = ModelConfig(path=str(tiny_model("gpt2")))
+    assert isinstance(load_network(config, torch.device("cpu")), HuggingFaceModel)

@@ -26,6 +26,16 @@ def test_packed_rows_equal_plain_rows(num_rows: int, dtype: torch.dtype) -> None
     torch.testing.assert_close(model(x), expected)
 
 
+@pytest.mark.parametrize("num_rows", [6, 8, 15, 28])
+@torch.inference_mode()
+def test_rows_are_divided_also_where_few_numbers_of_rows_sum_alike(num_rows: int) -> None:
+    weight, x = torch.randn(33, 96), torch.randn(num_rows, 96)
+    packed = packed_linear.pack_weight(weight)
+    assert packed is not None
+    packed = packed._replace(blocks=(13, 7, 4))
+    torch.testing.assert_close(packed_linear.packed_linear(x, packed), x @ weight.T)
+
+
 def test_few_row_counts_ever_reach_the_library() -> None:
     padded = [padded_rows(n) for n in range(1, 513)]
     assert padded[:16] == [4, 4, 4, *range(4, 17)]

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from tokenizers.decoders import DecodeStream
 from tokenizers_for_tests import EOS, byte_fallback_tokenizer
 
 from outrider.server.text.detokenizer import Detokenizer, StopStrings
@@ -122,3 +123,12 @@ def test_stops_match_a_plain_search(include: bool) -> None:
         end, start = min(ends, default=(len(text), len(text)))
         sizes = rng.choices(range(4), k=6)
         assert stopped(stops, text, sizes, include) == text[: end if include else start]
+
+
+def test_the_stream_of_tokenizers_is_not_exact() -> None:
+    """If this fails, it may take the place of ours: compare them on random tokens."""
+    tokenizer = byte_fallback_tokenizer()
+    vocab, stream = tokenizer.backend.get_vocab(), DecodeStream([], skip_special_tokens=True)
+    ids = [vocab[piece] for piece in ("<0x4D>", "<0x8D>", "▁Paris")]
+    with pytest.raises(Exception, match="Invalid prefix"):
+        assert [stream.step(tokenizer.backend, token_id) for token_id in ids]
