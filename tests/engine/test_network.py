@@ -64,7 +64,7 @@ def test_logits_through_graphs_equal_eager_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not is_ours:
-        if architecture in HYBRIDS:
+        if architecture in HYBRIDS or architecture == "qwen2_moe":  # its window lives in the mask
             pytest.skip("refused")
         monkeypatch.setattr(families, "FAMILIES", {})
     path = tiny_model(architecture)

@@ -54,7 +54,9 @@ def rows_of(batch: Sequence[Rows], num_padding: int = 0) -> BatchRows:
     seq_lens = [first + count for _, first, count in batch] + [0] * num_padding
     bounds = [0, *accumulate(lens)] + [sum(lens)] * num_padding
     unused = torch.empty(0, dtype=torch.int64, device=DEVICE)
-    given = (torch.tensor(each, device=DEVICE) for each in (slots, seq_lens, bounds))
+    given = (
+        torch.tensor(each, dtype=torch.int64, device=DEVICE) for each in (slots, seq_lens, bounds)
+    )
     return BatchRows(unused, unused, unused, *given)
 
 
