@@ -16,6 +16,11 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 
 
 @functools.cache
+def converts_fp8(device: torch.device) -> bool:
+    """Whether it is a GPU with instructions for FP8: Ada, Hopper or newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def shared_bytes(device: torch.device) -> int:
     """The most shared memory that a program can take: 227 KB on an H200, 99 KB on an RTX 4090."""
     if device.type != "cuda":

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.model.narrow_linear import add_narrow_linear, narrow_linear
-from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise
+from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, round_to_fp8
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.row_codes import Normed, RowCodes, rounded_rows
 from outrider.kernels.model.scaled_linear import add_scaled_linear, scaled_linear
 
-from .weights import Fused, Matrix, Unfused
+from .weights import Dense, Fused, Linear, Matrix, Unfused
 
 
 class Narrow(Matrix):
@@ -75,6 +75,15 @@ class Scaled(Narrow):
 
     def as_batch_invariant(self, bias: Tensor | None) -> "Scaled":
         return self
+
+
+def in_fp8(layer: Linear) -> Linear:
+    """The same layer in FP8, its inputs rounded too, if its matrix is a plain one."""
+    if not isinstance(layer.weight, Dense):
+        return layer
+    matrix = layer.weight.matrix
+    rounded = round_to_fp8(matrix, rounds_inputs=True)
+    return layer._replace(weight=Scaled(rounded, matrix.dtype))
 
 
 class Stacked(Unfused):

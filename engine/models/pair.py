@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from outrider.kernels._dispatch import uses_triton
+from outrider.kernels._dispatch import converts_fp8, uses_triton
 
 from ..api import ReportProgress, ignore_progress
 from ..config import EngineConfig
@@ -30,7 +30,7 @@ def _cache_dtype(name: str, device: torch.device) -> torch.dtype | None:
         raise ValueError(f"cache.dtype is {name!r}; it may be auto or fp8")
     if not uses_triton(torch.empty(0, device=device)):
         raise ValueError("cache.dtype is fp8, which is read on a GPU only; leave it at auto")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if device.type == "cuda" and not converts_fp8(device):
         name = torch.cuda.get_device_name(device)
         raise ValueError(f"cache.dtype is fp8, which {name} does not support; leave it at auto")
     log.warning(

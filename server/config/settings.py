@@ -92,7 +92,8 @@ class DraftSettings(_ModelSettings):
     dtype: Dtype | None = Field(
         default=None,
         description="Unset: target.dtype. With auto, a draft on cpu also gets 8-bit weights where "
-        "that is faster; whatever it proposes, the target decides.",
+        "that is faster, and a head FP8 on a GPU that has it, with a copy of the target's output "
+        "layer if it shares that; whatever it proposes, the target decides.",
     )
     quantization: Quantization | None = Field(
         default=None,

@@ -16,9 +16,12 @@ from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models.families.base import window_of
+from outrider.engine.models.heads import loading
 from outrider.engine.models.heads.config import HeadConfig, HeadError, head_kind
 from outrider.engine.models.heads.loading import load_head
 from outrider.engine.models.loading import load_network
+from outrider.engine.models.narrow_weight import in_fp8
+from outrider.engine.models.weights import Dense, Linear
 
 
 @pytest.fixture
@@ -276,6 +279,40 @@ def test_a_head_can_be_rounded_to_fp8(target: Path, tmp_path: Path) -> None:
         assert 1e-3 < error.max() < 0.05
     with pytest.raises(HeadError, match=r"draft\.quantization is 'int3'; it may be fp8"):
         load_head(replace(quantised, quantization="int3"), network, config.path)
+
+
+@pytest.mark.parametrize(
+    ("target_dtype", "draft_dtype", "has_fp8", "expected"),
+    [
+        ("bfloat16", "auto", True, True),
+        ("bfloat16", "auto", False, False),
+        ("bfloat16", "bfloat16", True, False),
+        ("float32", "auto", True, False),
+    ],
+)
+def test_a_head_is_rounded_to_fp8_by_itself_where_a_gpu_has_it(
+    target_dtype: str,
+    draft_dtype: str,
+    has_fp8: bool,
+    expected: bool,
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loading, "converts_fp8", lambda device: has_fp8)
+    path = save_tiny_head(tmp_path, target)
+    network = load_network(ModelConfig(path=str(target), dtype=target_dtype), DEVICE)
+    head = load_head(ModelConfig(path=str(path), dtype=draft_dtype), network, str(target))
+    assert (head.fc.weight.input_eps > 0) is expected
+
+
+def test_a_copy_of_a_shared_output_layer_is_rounded_to_fp8() -> None:
+    plain = Linear(Dense(torch.randn(64, 256, device=DEVICE)), None)
+    x = torch.randn(3, 256, device=DEVICE)
+    layer = in_fp8(plain)
+    assert 0 < (layer(x) - plain(x)).abs().max() < 2
+    assert layer.weight.num_bytes < plain.weight.num_bytes / 3
+    assert in_fp8(layer) is layer
 
 
 def test_the_layers_that_it_reads_can_be_set(target: Path, tmp_path: Path) -> None:

@@ -27,12 +27,19 @@ def reader(config: dict[str, Any]) -> Read:
     return lambda tensors, layer: read(tensors, layer, block, rounds_inputs=is_dynamic)
 
 
-def rounding(*, rounds_inputs: bool, leaves_out: Collection[str] = ()) -> Read:
-    """Rounds plain layers to FP8 when they are read, all but those that are left out."""
+def rounding(
+    *, rounds_inputs: bool, leaves_out: Collection[str] = (), unless: Read | None = None
+) -> Read:
+    """Rounds plain layers to FP8 when they are read, all but those that are left out.
+
+    `unless` reads the layers that are quantised already.
+    """
 
     def read(tensors: Checkpoint, layer: str) -> NarrowMatrix | None:
         if layer in leaves_out:
             return None
+        if unless is not None and (quantised := unless(tensors, layer)) is not None:
+            return quantised
         return round_to_fp8(tensors.stacked(f"{layer}.weight"), rounds_inputs=rounds_inputs)
 
     return read

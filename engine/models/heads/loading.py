@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
+from outrider.kernels._dispatch import converts_fp8
 from outrider.kernels.model.rms_norm import Norm
 
 from ...api import ignore_progress
@@ -24,6 +25,7 @@ from ..families.base import window_of
 from ..families.llama import Llama
 from ..formats.fp8 import rounding
 from ..loading import quantised_format, rounds_weights
+from ..narrow_weight import in_fp8
 from ..network import Network
 from ..parts.attention import Attention
 from ..parts.base import Part
@@ -49,6 +51,8 @@ def load_head(
         head, tapped = read(config, target, report)
         target.tap(tapped)
     head.cache_dtype = target.cache_dtype
+    if target.device.type != "cpu" and _rounds(config, target):
+        head.output_layer = in_fp8(head.output_layer)  # which may be the target's
     if target.device.type == "cpu":
         head.change_linears(partial(packed, rounds=rounds_weights(config, is_draft=True)))
     return head
@@ -63,6 +67,14 @@ def _check_settings(config: ModelConfig, target: Network) -> None:
             f"its dtype is set to {config.dtype}, but a head computes in its target's, which "
             f"is {str(target.dtype).removeprefix('torch.')}: leave draft.dtype out"
         )
+
+
+def _rounds(config: ModelConfig, target: Network) -> bool:
+    """Whether a head is rounded to FP8: if that is asked for, or free and fast."""
+    if config.quantization is not None:
+        return True
+    is_free = rounds_weights(config, is_draft=True) and target.dtype.itemsize == 2
+    return is_free and converts_fp8(target.device)
 
 
 @contextmanager
@@ -98,7 +110,9 @@ def _checkpoint(
     config: ModelConfig, target: Network, report: ReportCounts, quantised: Read | None = None
 ) -> Checkpoint:
     """The checkpoint of a head, which computes in its target's dtype."""
-    read = quantised if config.quantization is None else rounding(rounds_inputs=True)
+    read = quantised
+    if _rounds(config, target):
+        read = rounding(rounds_inputs=True, unless=quantised)
     return Checkpoint(Path(config.path), target.dtype, target.device, report, read=read)
 
 
