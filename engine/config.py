@@ -64,6 +64,9 @@ class SchedulerConfig:
     max_num_seqs: int = 32  # requests that run at once
     max_num_batched_tokens: int = 512  # rows of one target forward
     max_queue_len: int = 256  # requests that wait for a slot; more are turned away
+    # Prompts are cut so that a step with tokens of others takes at most so long; None: they are
+    # cut at `max_num_batched_tokens` alone.
+    max_itl_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,6 +77,8 @@ class Committer:
         wanted, accepted = [s.num_drafts for s in drawn], [len(s.token_ids) - 1 for s in drawn]
         if self._dead_drafts is not None:
             self._stats.dead_drafts += self._dead_drafts.observe(sum(wanted), sum(accepted))
+        if plan.follows_another:
+            self._sequences.chunks.observe(plan.num_prompt_rows, elapsed_s)
         adaptive = self._sequences.adaptive
         if adaptive is None or not plan.drawing:
             self._sequences.acceptance.observe(wanted, accepted)

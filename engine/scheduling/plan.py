@@ -151,6 +151,11 @@ class Plan:
         return [s for s in self.scheduled if s.draws]
 
     @property
+    def num_prompt_rows(self) -> int:
+        """Known tokens that it computes besides the last one of each sequence."""
+        return sum(s.num_new_tokens - s.draws for s in self.scheduled)
+
+    @property
     def num_drafts_np(self) -> np.ndarray:
         """k_i of each drawing sequence. Shape: [B]."""
         return np.array([s.num_drafts for s in self.drawing], dtype=np.int64)

@@ -81,6 +81,8 @@ class Scheduler:
             num_behind = len(decoding) - i + len(seatable)
             if budget > 0:
                 budget -= self._schedule_running(request, max(1, budget - num_behind), plan)
+        if plan.scheduled and (most_rows := self._sequences.chunks.most_rows) is not None:
+            budget = min(budget, most_rows)
         reserved = self._num_rows_of_short(startable, prefilling, budget // 2) if prefilling else 0
         for request in prefilling:
             if budget > 0:

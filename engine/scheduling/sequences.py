@@ -13,6 +13,7 @@ from ..memory.device_memory import DeviceMemory
 from ..request import Request
 from .acceptance import Acceptance
 from .adaptive_speculation import AdaptiveSpeculation
+from .chunks import Chunks
 
 _TURN = attrgetter("turn")
 
@@ -41,6 +42,8 @@ class Sequences:
         self.max_model_len = max_model_len
         self.max_drafts, self.max_drawn = max_drafts, max_drawn  # as in Slots
         self.adaptive = adaptive  # None: k is what the configuration says
+        max_itl_ms = config.max_itl_ms
+        self.chunks = Chunks(None if max_itl_ms is None else max_itl_ms / 1e3)
         # Of a model's drafts.
         self.acceptance = adaptive.acceptance if adaptive else Acceptance(max_drawn)
         self.stats = EngineStats(

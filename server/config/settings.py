@@ -237,6 +237,14 @@ class SchedulerSettings(Section):
     max_queue_len: int = Field(
         default=256, ge=0, description="Sequences that may wait; more are turned away with 429."
     )
+    max_itl_ms: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Prompts are computed in pieces so small that a step with other requests' "
+        "tokens takes at most about so long, as measured. Unset: in pieces of "
+        "max_num_batched_tokens.",
+    )
 
 
 class EngineSettings(Section):
