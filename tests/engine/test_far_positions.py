@@ -1,0 +1,86 @@
+"""Long sequences, with stretched RoPE: answers are those of transformers' own code at any position.
+
+Prompts come in chunks, over thousands of pages; answers are verified with drafts.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engines import GREEDY, engine_config, prompts, run, tokens
+from tiny_models import VOCAB, Tiny
+from transformers import AutoModelForCausalLM
+
+from outrider.engine.engine import Engine
+
+ORIGINAL = 1024  # positions before RoPE was stretched
+ROPES: dict[str, dict[str, object]] = {
+    "default": {"rope_type": "default", "rope_theta": 5e5},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+}
+LONG = [
+    pytest.param(rope, num_tokens, marks=pytest.mark.deep)
+    for num_tokens in (32_768, 131_072)
+    for rope in ROPES
+]
+# Rows sum so many numbers in another order than transformers does.
+TOLERANCE = 2e-4
+
+
+@torch.inference_mode()
+def logprobs_by_transformers(path: Path, ids: list[int], num_last: int) -> torch.Tensor:
+    """Of the token after each of the last `num_last`. Shape: [num_last, VOCAB]."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    logits = model(torch.tensor([ids]), logits_to_keep=num_last, use_cache=False).logits[0]
+    return logits.log_softmax(-1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compared in float32 on a CPU")
+@pytest.mark.parametrize(
+    ("rope", "num_tokens"), [("default", 4096), ("yarn", 4096), ("llama3", 4096), *LONG]
+)
+def test_far_positions_are_those_of_transformers(
+    rope: str, num_tokens: int, tiny_model: Tiny
+) -> None:
+    path = tiny_model(
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=1,
+        max_position_embeddings=num_tokens,
+        rope_parameters=ROPES[rope],
+        scale=0.8,  # attention is sharp, so that it depends on positions
+    )
+    (prompt,) = prompts([num_tokens - GREEDY.max_tokens], VOCAB)
+    config = engine_config(
+        path, proposer="suffix", page_size=16, num_pages=None, max_num_batched_tokens=1024,
+        max_num_seqs=1,
+    )  # fmt: skip
+    engine = Engine(config)
+    assert engine.info.max_model_len == num_tokens
+    outputs = run(engine, [prompt], replace(GREEDY, logprobs=3))[0]
+    drawn = tokens(outputs)
+    expected = logprobs_by_transformers(path, [*prompt, *drawn[:-1]], len(drawn))
+    entries = [entry for output in outputs for entry in output.logprobs or ()]
+    assert len(entries) == len(drawn) == GREEDY.max_tokens
+    for entry, row in zip(entries, expected, strict=True):
+        ids = [token_id for token_id, _ in entry.top]
+        got = torch.tensor([logprob for _, logprob in entry.top])
+        torch.testing.assert_close(got, row[ids], rtol=0, atol=TOLERANCE)
+        assert float(row.max() - row[ids[0]]) < TOLERANCE
