@@ -42,7 +42,9 @@ from .worker import LaunchedStep, Worker
 if TYPE_CHECKING:
     from .grammars.grammar_compiler import GrammarCompiler
 
-_IDLE_S = 0.005  # how long to wait for a grammar when nothing else can run
+# How long to wait when nothing else can run:
+_IDLE_S = 0.005  # for a grammar, at most
+_TRANSFER_S = 0.001  # for pages from host memory
 
 
 class Engine:
@@ -142,7 +144,9 @@ class Engine:
         plan = self.scheduler.schedule()
         if not plan:
             outputs += self._commit()
-            if not outputs and not self.sequences.memory.wait_for_pages():
+            if not outputs and self.sequences.memory.awaits_pages:
+                time.sleep(_TRANSFER_S)
+            elif not outputs:
                 self.sequences.wait_for_grammars(_IDLE_S)
             return outputs
         step = self.worker.launch(plan)

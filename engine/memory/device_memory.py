@@ -189,12 +189,10 @@ class DeviceMemory:
                 self._pages_with_draft.add(page)
             group.give_back(page)
 
-    def wait_for_pages(self) -> bool:
-        """Wait until pages that are on their way have come; returns whether there were any."""
-        if self.host is None or not self.host.is_loading:
-            return False
-        self.host.wait()
-        return True
+    @property
+    def awaits_pages(self) -> bool:
+        """Whether pages are on their way from the host."""
+        return self.host is not None and self.host.is_loading
 
     def allocate(self, memory: SequenceMemory, num_tokens: int) -> bool:
         """Get pages for the first `num_tokens` positions; False, and no change, if too few."""

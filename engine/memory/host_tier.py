@@ -145,12 +145,6 @@ class HostTier:
         self._filled, self._coming = [], []
         return arrived
 
-    def wait(self) -> None:
-        """Return once the transfer that is on its way, if any, has ended."""
-        if self._copies is not None:
-            with self._or_fail():
-                self._copies.wait()
-
     def forget(self, group: int, page_hash: bytes) -> None:
         """Let nobody find a page here any more, also if it is on its way."""
         if self._coming:
