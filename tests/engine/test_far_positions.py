@@ -33,31 +33,52 @@ ROPES: dict[str, dict[str, object]] = {
         "original_max_position_embeddings": ORIGINAL,
     },
 }
-LONG = [
-    pytest.param(rope, num_tokens, marks=pytest.mark.deep)
-    for num_tokens in (32_768, 131_072)
-    for rope in ROPES
+WINDOW = 64
+CASES = [
+    ("default", 4096, None),
+    ("yarn", 4096, None),
+    ("llama3", 4096, None),
+    *(
+        pytest.param(rope, num_tokens, window, marks=pytest.mark.deep)
+        for rope in ("linear", "yarn")
+        for num_tokens, window in ((32_768, None), (131_072, WINDOW))
+    ),
 ]
 # Rows sum so many numbers in another order than transformers does.
 TOLERANCE = 2e-4
 
 
 @torch.inference_mode()
-def logprobs_by_transformers(path: Path, ids: list[int], num_last: int) -> torch.Tensor:
-    """Of the token after each of the last `num_last`. Shape: [num_last, VOCAB]."""
+def logprobs_by_transformers(
+    path: Path, ids: list[int], num_last: int, window: int | None
+) -> torch.Tensor:
+    """Of the token after each of the last `num_last`, whose only layer attends to `window`.
+
+    Shape: [num_last, VOCAB]
+    """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    logits = model(torch.tensor([ids]), logits_to_keep=num_last, use_cache=False).logits[0]
+    first = 0 if window is None else len(ids) - num_last - window
+    positions = torch.arange(first, len(ids))[None]
+    logits = model(
+        torch.tensor([ids[first:]]),
+        position_ids=positions,
+        logits_to_keep=num_last,
+        use_cache=False,
+    ).logits[0]
     return logits.log_softmax(-1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compared in float32 on a CPU")
-@pytest.mark.parametrize(
-    ("rope", "num_tokens"), [("default", 4096), ("yarn", 4096), ("llama3", 4096), *LONG]
-)
+@pytest.mark.parametrize(("rope", "num_tokens", "window"), CASES)
 def test_far_positions_are_those_of_transformers(
-    rope: str, num_tokens: int, tiny_model: Tiny
+    rope: str, num_tokens: int, window: int | None, tiny_model: Tiny
 ) -> None:
+    windows: dict[str, object] = {}
+    if window is not None:
+        windows = {"sliding_window": window, "use_sliding_window": True}
+        windows["layer_types"] = ["sliding_attention"]
     path = tiny_model(
+        "llama" if window is None else "qwen3",
         hidden_size=16,
         intermediate_size=16,
         num_attention_heads=2,
@@ -66,6 +87,7 @@ def test_far_positions_are_those_of_transformers(
         max_position_embeddings=num_tokens,
         rope_parameters=ROPES[rope],
         scale=0.8,  # attention is sharp, so that it depends on positions
+        **windows,
     )
     (prompt,) = prompts([num_tokens - GREEDY.max_tokens], VOCAB)
     config = engine_config(
@@ -76,7 +98,7 @@ def test_far_positions_are_those_of_transformers(
     assert engine.info.max_model_len == num_tokens
     outputs = run(engine, [prompt], replace(GREEDY, logprobs=3))[0]
     drawn = tokens(outputs)
-    expected = logprobs_by_transformers(path, [*prompt, *drawn[:-1]], len(drawn))
+    expected = logprobs_by_transformers(path, [*prompt, *drawn[:-1]], len(drawn), window)
     entries = [entry for output in outputs for entry in output.logprobs or ()]
     assert len(entries) == len(drawn) == GREEDY.max_tokens
     for entry, row in zip(entries, expected, strict=True):
