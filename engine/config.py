@@ -19,6 +19,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     # Target layers whose output a head reads; None: those that the head's config names.
     head_layers: tuple[int, ...] | None = None
+    attention_window: int | None = None  # of a head: tokens that its layers attend to, at most
     is_mtp: bool = False  # of a draft: the MTP head in the target's own checkpoint
     tensor_parallel: int = 1  # of a target: processes that share its layers, each with a GPU
 

@@ -9,7 +9,7 @@ import torch
 from outrider.kernels._dispatch import converts_fp8, uses_triton
 
 from ..api import ReportProgress, ignore_progress
-from ..config import EngineConfig
+from ..config import ConfigError, EngineConfig
 from ..state.slots import Slots
 from .checkpoint import ReportCounts
 from .groups import grouped
@@ -83,6 +83,11 @@ class ModelPair:
                 _check_num_drafts(self.head, config)
                 self._layers["head"] = self.head
             else:
+                if (window := config.draft.attention_window) is not None:
+                    raise ConfigError(
+                        f"draft.attention_window is {window}, but {config.draft.path} is a model, "
+                        "not a head: leave it out"
+                    )
                 self.draft = load_network(
                     config.draft, device, report_draft, is_draft=True, cache_dtype=cache_dtype
                 )

@@ -89,6 +89,13 @@ class DraftSettings(_ModelSettings):
         description="Layers of the target after which a head reads the hidden states; 0: the "
         "embeddings. Unset: as the head's config says; trainers number layers differently.",
     )
+    attention_window: int | None = Field(
+        default=None,
+        ge=16,
+        description="Of an EAGLE-3, P-EAGLE or MTP head: how many tokens its layers attend to. A "
+        "head that was trained on short texts may draft better so in long ones, and takes less "
+        "memory. Unset: as the head's config says.",
+    )
     dtype: Dtype | None = Field(
         default=None,
         description="Unset: target.dtype. With auto, a draft on cpu also gets 8-bit weights where "

@@ -229,6 +229,9 @@ def _model_config(
         quantization=settings.quantization,
         trust_remote_code=settings.trust_remote_code,
         head_layers=settings.head_layers if isinstance(settings, DraftSettings) else None,
+        attention_window=(
+            settings.attention_window if isinstance(settings, DraftSettings) else None
+        ),
         is_mtp=isinstance(settings, DraftSettings) and settings.model == MTP,
         tensor_parallel=settings.tensor_parallel if isinstance(settings, TargetSettings) else 1,
     )
