@@ -51,7 +51,7 @@ LOCK := build/uv/bin/uv pip compile --quiet --no-config --generate-hashes --no-a
 	--custom-compile-command "make lock"
 
 .PHONY: gpu gpu-ranks gpu-set-up lock $(GPU_PARTS) \
-	help serve test deep oldest newest sweep clients scale check format-check lint types mutate docs docs-test format \
+	help serve test deep oldest newest sweep clients scale release check format-check lint types mutate docs docs-test format \
 	clean
 
 help: ## list these targets
@@ -121,6 +121,9 @@ gpu-set-up:
 lock: .make/uv ## pin what the images install, each file by its hash (constraints.txt decides on versions)
 	echo setuptools | $(LOCK) - --output-file docker/build.lock
 	$(LOCK) --extra tracing pyproject.toml --output-file docker/requirements.lock
+
+release: .make/runtime ## build wheel and source archive into dist/, try the wheel, and print what is left to do
+	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python scripts/release.py
 
 docs: .make/docs ## build the pages of docs/ into build/docs
 	$(BIN)/python scripts/settings_page.py

@@ -117,6 +117,8 @@ def test_a_model_that_picks_its_attention_from_a_table_is_refused(
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(architecture, **sizes, **settings)
     )
+    if model.is_backend_compatible():
+        pytest.skip("this version of transformers dispatches its attention")
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=f"{architecture}.* its attention to a backend"):
         load_network(ModelConfig(path=str(tmp_path)), DEVICE)

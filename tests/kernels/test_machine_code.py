@@ -170,22 +170,44 @@ def test_one_kernel_lists_all_kinds_of_batches(num_seqs: int) -> None:
     assert len({kernel.hash for kernel in kernels}) == 1
 
 
+def experts(kind: Kind | None, num_rows: int) -> None:
+    tiles = Tiles(empty(9, dtype=torch.int32), empty(9, num_rows, dtype=torch.int32))
+    chosen = empty(50, 4, dtype=torch.int32)
+    routing = Routing(chosen, empty(50, 4, dtype=torch.float32), tiles)
+    plain = ExpertMatrix(empty(8 * 960, 960), None, 8)
+    layer = plain if kind is None else make_experts(960)
+    experts_product(empty(50, 960), routing, layer, SILU if kind is None else Glu(1.7, 7.0, 1.0))
+
+
+def norms(width: int) -> None:
+    rms_norm(empty(9, width), Norm(empty(width), 1e-5))
+
+
+GPUS = [
+    pytest.param(getattr(machine_code, name), id=name)
+    for name in ("A100", "RTX_3090", "RTX_4090", "H100", "B200", "RTX_5090")
+]
+
+
 @pytest.mark.deep
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize(
     ("launch", "cases"),
     [
-        (plain, [(32,), (64,)]),
-        (narrow, [("fp8", 64), ("int4", 200)]),
+        (plain, [(32,), (64,), (300,)]),
+        (narrow, [("fp8", 64), ("int4", 200), ("int8", 1)]),
         (scaled, [(6144, 1), (6144, 64), (6144, 128), (24576, 128), (6144, 300)]),
         (attention, [(1, 4, False), (2, 300, True)]),
+        (experts, [(None, 16), (None, 128), ("fp4", 16), ("fp4", 128)]),
+        (norms, [(300,), (5000,)]),
     ],
 )
-def test_kernels_fit_into_99_kilobytes_of_shared_memory(
-    launch: Callable[..., None], cases: list[tuple[Any, ...]]
+def test_kernels_compile_for_every_gpu_and_fit_into_its_shared_memory(
+    gpu: machine_code.Gpu, launch: Callable[..., None], cases: list[tuple[Any, ...]]
 ) -> None:
-    gpu = machine_code.RTX_4090
     with machine_code.launches(gpu) as kernels:
         for case in cases:
             launch(*case)
     assert len(kernels) >= len(cases)
     assert max(kernel.metadata.shared for kernel in kernels) <= gpu.shared_bytes
+    assert all(kernel.asm["cubin"] for kernel in kernels)

@@ -1,0 +1,36 @@
+"""One version in all places, and notes of it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+import release  # noqa: E402
+
+CHANGELOG = (
+    "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-11-28\n\nFast.\n\n## [0.1.0]\n\nOld.\n"
+)
+
+
+def test_the_chart_has_the_projects_version() -> None:
+    chart = (ROOT / "deploy/helm/Chart.yaml").read_text()
+    assert release.chart_of(release.project_version(), chart) == chart
+    assert release.chart_of("9.8.7", chart).count("9.8.7") == 2
+
+
+def test_notes_are_those_of_the_version() -> None:
+    assert release.notes_of("0.2.0", CHANGELOG) == "Fast."
+    assert release.notes_of("0.1.0", CHANGELOG) == "Old."
+    with pytest.raises(ValueError, match=r"no section \[0.3.0\]"):
+        release.notes_of("0.3.0", CHANGELOG)
+    with pytest.raises(ValueError, match="Unreleased"):
+        release.notes_of("Unreleased", CHANGELOG)
+
+
+def test_no_release_is_built_without_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "project_version", lambda: "9.8.7")
+    monkeypatch.setattr(release, "build", lambda folder: pytest.fail("it was built"))
+    with pytest.raises(SystemExit, match=r"no release yet: CHANGELOG.md has no section \[9.8.7\]"):
+        release.main()
