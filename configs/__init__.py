@@ -1,1 +1,1 @@
-"""One file a draft/target pair, each runnable as it stands: `outrider serve --config NAME`."""
+"""One file a draft/target pair, each ready to run: `outrider serve --config NAME`."""

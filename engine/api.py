@@ -184,6 +184,7 @@ class EngineInfo:
     """What was loaded, for the start-up summary and `/v1/models`."""
 
     device: str
+    tensor_parallel: int = 1  # processes that share the target, each with a device
     target_dtype: str
     batch_invariant: bool  # whether the bits of the target's logits do not depend on the batch
     draft_dtype: str | None

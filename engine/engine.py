@@ -78,6 +78,7 @@ class Engine:
         draft = pair.draft or pair.head
         return EngineInfo(
             device=self._config.device,
+            tensor_parallel=self._config.target.tensor_parallel,
             target_dtype=_dtype_name(pair.target),
             batch_invariant=pair.target.batch_invariant,
             draft_dtype=_dtype_name(draft) if draft else None,

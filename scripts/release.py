@@ -2,9 +2,9 @@
 
     python scripts/release.py
 
-Builds a source archive and, out of that, a wheel, into dist/; installs the wheel into an empty environment;
-serves the default pair there and asks it something. Then prints what is left for a person. The
-version is the one in pyproject.toml.
+Builds a source archive and, out of that, a wheel, into dist/; installs the wheel into an empty
+environment; serves the default pair there and asks it something. Then prints what is left for a
+person. The version is the one in pyproject.toml.
 """
 
 import datetime
@@ -33,9 +33,9 @@ LEFT = """
   1. Set the date of {version} in CHANGELOG.md, and commit.       {dated}
   2. git tag --sign v{version} && git push origin v{version}
   3. python -m twine upload {files}
-  4. docker build --file docker/Dockerfile --target cpu --tag outrider:{version}-cpu .
-     docker build --file docker/Dockerfile --target cuda --tag outrider:{version}-cuda .
-     and push both, after `docker run` of each.
+  4. for image in cpu cuda; do docker build --file docker/Dockerfile --target $image \\
+       --build-arg VERSION={version} --tag outrider:{version}-$image .; done
+     Try each with `docker run`, then push both.
   5. helm package deploy/helm, and push it.
   6. On a machine with a GPU: make gpu, then `pip install` of the wheel and `outrider doctor`.
 """

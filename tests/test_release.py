@@ -34,3 +34,10 @@ def test_no_release_is_built_without_notes(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(release, "build", lambda folder: pytest.fail("it was built"))
     with pytest.raises(SystemExit, match=r"no release yet: CHANGELOG.md has no section \[9.8.7\]"):
         release.main()
+
+
+def test_images_are_given_the_version() -> None:
+    dockerfile = (ROOT / "docker/Dockerfile").read_text()
+    assert "org.opencontainers.image.version=$VERSION" in dockerfile
+    left = release.LEFT.format(version="9.8.7", files="", dated="")
+    assert left.count("--build-arg VERSION=9.8.7") == 1

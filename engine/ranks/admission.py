@@ -1,6 +1,7 @@
 """Which targets ranks can share, and on which devices; refused before a process is started."""
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def check_ranks(config: EngineConfig, device: torch.device) -> None:
 
 
 def _why_not_these_gpus(size: int, device: torch.device) -> str | None:
+    if sys.platform != "linux":
+        return "only Linux has what the processes meet over: leave it out"
     if device.type != "cuda":
         return None
     if device.index is not None:

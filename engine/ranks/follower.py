@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,7 +56,7 @@ def follow(connection: Connection, settings: dict[str, Any]) -> None:
     connection.send(Op.ANSWER, np.array([share.target.batch_invariant], dtype=np.int64))
     op, _, _ = connection.receive()
     assert op == Op.JOIN
-    share.join(Path(settings["meeting"]))
+    share.join(settings["meeting_fd"])
     while True:
         answer = perform(share, *connection.receive())
         if answer is not None:

@@ -5,16 +5,13 @@ import json
 import logging
 import os
 import queue
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 
@@ -26,7 +23,7 @@ from ..models.network import Network
 from ..state.phase import Shape
 from ..state.ragged import NONE_NP
 from ..state.slots import Slots
-from .group import Group
+from .group import Group, path_of
 from .shared_decoder import SharedDecoder
 from .wire import Op, receive, send
 
@@ -61,13 +58,15 @@ class Followers:
             )
         size = config.target.tensor_parallel
         self.group = Group(0, size)
-        self._folder = Path(tempfile.mkdtemp(prefix="outrider-ranks-"))
+        # The file over which the ranks meet. It has no name, so that it goes with the last of them,
+        # however they end. Never closed here: the number must not become another file's.
+        self._meeting_fd = os.memfd_create("outrider-ranks")
         self._lost = _Loss()
         self._followers = [
-            _Follower(rank, config, self._folder, self._lost) for rank in range(1, size)
+            _Follower(rank, config, self._meeting_fd, self._lost) for rank in range(1, size)
         ]
         # For an engine that is dropped in a process which goes on.
-        self._end = weakref.finalize(self, _end, self._followers, self._folder, self._lost)
+        self._end = weakref.finalize(self, _end, self._followers, self._lost)
 
     def shared(self, target: Network) -> SharedDecoder:
         """The target, of which rank 0 has loaded its share, once the others have theirs.
@@ -78,7 +77,7 @@ class Followers:
         keep_bits = [bool(answer) for answer in self._answers()]
         self.send(Op.JOIN)
         try:
-            self.group.join(self._folder / "meeting", target.device)
+            self.group.join(path_of(self._meeting_fd), target.device)
         except RuntimeError as error:
             raise self.cause_of(error) from error
         self._lost.is_final = True
@@ -185,7 +184,7 @@ class _Loss:
 class _Follower:
     """One of them, with a thread that hears it."""
 
-    def __init__(self, rank: int, config: EngineConfig, folder: Path, lost: _Loss) -> None:
+    def __init__(self, rank: int, config: EngineConfig, meeting_fd: int, lost: _Loss) -> None:
         self.rank = rank
         self.answers: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
         self._lost = lost
@@ -195,10 +194,10 @@ class _Follower:
                 (*_COMMAND, str(theirs.fileno())),
                 stdin=subprocess.PIPE,  # never closed: its end shows the child that we died
                 start_new_session=True,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), meeting_fd),
             )
         assert self.process.stdin is not None
-        self.process.stdin.write(_line(rank, config, folder))
+        self.process.stdin.write(_line(rank, config, meeting_fd))
         self.process.stdin.flush()
         threading.Thread(target=self._hear, name=f"rank {rank}", daemon=True).start()
 
@@ -224,11 +223,11 @@ class _Follower:
                 self.answers.put(frame.integers_np)
 
 
-def _line(rank: int, config: EngineConfig, folder: Path) -> bytes:
+def _line(rank: int, config: EngineConfig, meeting_fd: int) -> bytes:
     """What a follower must know, as a line of JSON."""
     settings = {
         "rank": rank,
-        "meeting": str(folder / "meeting"),
+        "meeting_fd": meeting_fd,
         "target": asdict(config.target),
         "device": config.device,
         "cache_dtype": config.cache.dtype,
@@ -239,11 +238,10 @@ def _line(rank: int, config: EngineConfig, folder: Path) -> bytes:
     return json.dumps(settings).encode() + b"\n"
 
 
-def _end(followers: list[_Follower], folder: Path, lost: _Loss) -> None:
+def _end(followers: list[_Follower], lost: _Loss) -> None:
     lost.end_wanted()
     for follower in followers:
         follower.process.kill()
     for follower in followers:
         follower.process.wait()
         follower.connection.close()
-    shutil.rmtree(folder, ignore_errors=True)

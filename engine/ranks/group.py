@@ -7,7 +7,6 @@ them; all ranks must make the same calls in the same order.
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,11 @@ _torch_dist: Any = dist
 _gather = getattr(dist, "all_gather_single", None) or _torch_dist.all_gather_into_tensor
 
 
+def path_of(fd: int) -> str:
+    """Of a file that this process has open; to open it by that again locks apart."""
+    return f"/proc/self/fd/{fd}"
+
+
 class Group:
     """One rank's end. Before `join`, and in `apart`, it exchanges nothing."""
 
@@ -26,15 +30,15 @@ class Group:
         self.rank, self.size = rank, size
         self.is_apart = True
 
-    def join(self, meeting_point: Path, device: torch.device) -> None:
-        """Meet the other ranks, which are given the same path in a directory of our own."""
+    def join(self, meeting_point: str, device: torch.device) -> None:
+        """Meet the other ranks over a file, which all of them have open."""
         # All ranks are on this machine, whatever its name resolves to.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=_torch_dist.FileStore(str(meeting_point), self.size),
+            store=_torch_dist.FileStore(meeting_point, self.size),
             rank=self.rank,
             world_size=self.size,
         )

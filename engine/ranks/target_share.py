@@ -1,7 +1,6 @@
 """A follower's share of the target, with its pages: what rank 0 has it do."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from ..models.pair import load_target
 from ..models.shares import Share
 from ..state.phase import Shape
 from ..state.slots import Slots
-from .group import Group
+from .group import Group, path_of
 from .shared_decoder import SharedDecoder
 
 
@@ -51,8 +50,8 @@ class TargetShare:
         self._layers: list[LayerGroup] = []
         self._num_bytes = self._step_bytes = 0
 
-    def join(self, meeting_point: Path) -> None:
-        self._group.join(meeting_point, self.device)
+    def join(self, meeting_fd: int) -> None:
+        self._group.join(path_of(meeting_fd), self.device)
 
     @torch.inference_mode()
     def run(self, shape: Shape, integers_np: np.ndarray) -> None:

@@ -204,8 +204,10 @@ def add_ollama_routes(router: APIRouter, service: Service) -> None:
         if body.asked_model:
             service.check_model(body.asked_model)
         has_template = service.tokenizer.chat_template is not None
-        capabilities = ["completion", *(["tools"] if has_template else [])]
-        if has_template and service.message_format.has_reasoning:
+        form, capabilities = service.message_format, ["completion"]
+        if has_template and form.reads_calls:
+            capabilities.append("tools")
+        if has_template and form.has_reasoning:
             capabilities.append("thinking")
         shown = {
             "modified_at": started,

@@ -182,7 +182,7 @@ def queue_full(message: str) -> APIError:
 def timed_out(timeout_s: float) -> APIError:
     return APIError(
         504,
-        f"The request was not answered within {timeout_s:g} s, the most that this server gives it "
+        f"The request was not answered within {timeout_s:g} s, the maximum "
         "(server.request_timeout_s).",
         code="request_timeout",
     )

@@ -59,10 +59,14 @@ def _summary(
         num_kept, host_gib = info.host_pages * info.page_size_tokens, info.host_bytes / 2**30
         host = [("in host memory", f"up to {num_kept:,} more cached tokens ({host_gib:.1f} GiB)")]
     page = [("page", f"{url}/ui")] if settings.server.ui else []
+    shared = ""
+    if info.tensor_parallel > 1:
+        kind = "processes" if info.device == "cpu" else "GPUs"
+        shared = f", {info.tensor_parallel} {kind} share the target"
     return [
         ("target", f"{settings.target.model} ({info.target_dtype})"),
         ("draft", draft),
-        ("device", info.device),
+        ("device", f"{info.device}{shared}"),
         ("reproducible", "yes" if info.batch_invariant else "no: rounding depends on the batch"),
         ("KV cache", f"up to {num_tokens:,} tokens ({cache_gib:.1f} GiB{notes})"),
         *host,

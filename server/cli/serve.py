@@ -43,7 +43,7 @@ def _serve(
     the default pair is served. Without --draft, the best known draft for the
     model is used; the server says which one, and why.
 
-    Every setting has a flag, and all can stand in a config file:
+    Every setting has a flag, and all can be set in a config file:
     `outrider config --example` prints them.
     """
     flags = dict(flags or {})

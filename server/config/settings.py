@@ -12,7 +12,7 @@ from .server_settings import ANY_NAME, Section, ServerSettings
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DEFAULT_DRAFT = "smollm2-135m-instruct-draft"
-DEFAULT_K = 4  # the most drafts in a step, of a draft that says nothing else
+DEFAULT_K = 4  # drafts in a step, at most, unless the draft says otherwise
 MTP = "mtp"  # as a draft: the MTP head in the target's own checkpoint
 
 Proposer = Literal[
@@ -54,7 +54,7 @@ class TargetSettings(_ModelSettings):
         default=None,
         description="fp8: round the linear layers of a plain checkpoint to FP8 while loading, "
         "except the one that gives logits, and round their inputs in each pass. Halves their "
-        "memory on a GPU, and is another model than the checkpoint's. Unset: as they are; the "
+        "memory on a GPU, and changes the model's outputs slightly. Unset: as they are; the "
         "formats of quantised checkpoints are detected.",
     )
     device: Device = Field(

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,7 +20,7 @@ from outrider.engine.models.admission import resolve_dtype
 from outrider.kernels.cpu import layers
 
 from ..models import builtin, store
-from ..models.known_drafts import SUGGESTED
+from ..models.known_drafts import SUGGESTED, Suggestion
 
 LEAST_CAPABILITY = (8, 0)  # of a GPU: from here on tensor cores compute in bfloat16
 LEAST_DISK_GB = 2.0  # for the default pair and its download
@@ -192,23 +193,43 @@ def _missing() -> list[str]:
 def pair(*, has_hub: bool, configured: str | None = None) -> Finding:
     """Whether the configured target fits this machine with its draft; if none is configured, the
     largest suggested pair that does and can be obtained."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if torch.cuda.is_available():
         room_gb, where = torch.cuda.mem_get_info()[1] / 1e9 * WEIGHTS_SHARE_GPU, "the GPU"
+        if num_gpus > 1:
+            totals = [torch.cuda.mem_get_info(i)[1] for i in range(num_gpus)]
+            room_gb, where = min(totals) / 1e9 * WEIGHTS_SHARE_GPU, "each GPU"
     else:
         room_gb, where = available_bytes() / 1e9 * WEIGHTS_SHARE_CPU, "the CPU"
         room_gb = min(room_gb, MAX_CPU_WEIGHTS_GB)
-    at_hand = [(model, gb) for model, gb in SUGGESTED if has_hub or model in builtin.BUILTINS]
+    at_hand = [each for each in SUGGESTED if has_hub or each.model in builtin.BUILTINS]
     if configured is not None:
-        at_hand = [(model, gb) for model, gb in SUGGESTED if model == configured]
+        at_hand = [each for each in SUGGESTED if each.model == configured]
     if not at_hand:
         text = f"{configured}, as configured; how much memory it takes is not known here"
         return Finding("ok", text)
-    model, size_gb = next((each for each in at_hand if each[1] <= room_gb), at_hand[-1])
-    text = f"{model} and its draft take {size_gb:.1f} GB of weights in bfloat16"
+    fitting = [each for each in at_hand if each.size_gb <= room_gb]
+    suggested = (fitting or at_hand[-1:])[0]
+    text = f"{suggested.model} and its draft take {suggested.size_gb:.1f} GB of weights in bfloat16"
     text += f"; {where} has room for {room_gb:.1f}"
-    if size_gb <= room_gb:
-        remedy = f"outrider serve {model}" if configured is None else None
+    text += _fit_by_sharing([each for each in at_hand if each not in fitting], num_gpus, room_gb)
+    if fitting:
+        remedy = f"outrider serve {suggested.model}" if configured is None else None
         return Finding("ok", text, remedy)
     # Fewer bits, if the config asks for them, may fit.
     state: Literal["note", "bad"] = "bad" if configured is None else "note"
     return Finding(state, text, "Free some memory.")
+
+
+def _fit_by_sharing(too_large: Sequence[Suggestion], num_gpus: int, room_gb: float) -> str:
+    """Of targets that fit on no GPU alone, the largest that some of the GPUs can share."""
+    numbers = [n for n in (2, 4, 8) if n <= num_gpus]
+    for each in too_large:
+        for n in numbers:
+            if each.model not in builtin.BUILTINS and each.gb_of_first(n) <= room_gb:
+                return (
+                    f". {each.model} fits on {n} of the {num_gpus} GPUs, with "
+                    f"{each.gb_of_first(n):.1f} GB on the first: --tensor-parallel {n}, which has "
+                    "not been measured yet"
+                )
+    return ""

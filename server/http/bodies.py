@@ -59,8 +59,8 @@ class Bodies:
     def _too_slow(self) -> APIError:
         return APIError(
             408,
-            f"The request body did not arrive within {self._timeout_s:g} s, the most that this "
-            "server waits for it (server.body_timeout_s).",
+            f"The request body did not arrive within {self._timeout_s:g} s, the maximum "
+            "(server.body_timeout_s).",
             code="body_timeout",
             headers={"Connection": "close"},
         )
@@ -68,8 +68,8 @@ class Bodies:
     def _too_large(self) -> APIError:
         return APIError(
             413,
-            f"The request body is larger than {self._max_body_bytes} bytes, the most this server "
-            "takes (server.max_body_bytes).",
+            f"The request body is larger than {self._max_body_bytes} bytes, the maximum "
+            "(server.max_body_bytes).",
             code="body_too_large",
             headers={"Connection": "close"},
         )

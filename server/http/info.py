@@ -32,6 +32,7 @@ class EngineDetails(APIResponse):
     """Details that are known once the engine was ready."""
 
     device: str
+    tensor_parallel: int  # processes that share the target, each with a device
     target: ModelInfo
     draft: ModelInfo | None
     speculation: SpeculationInfo
@@ -47,7 +48,7 @@ class Info(APIResponse):
     model: str  # the name that requests use
     state: str  # of the engine, as in /health
     chats: bool  # whether the model has a chat template
-    max_logprobs: int  # the most alternatives that a request may ask for
+    max_logprobs: int  # alternatives that a request may ask for, at most
     engine: EngineDetails | None
 
 
@@ -75,6 +76,7 @@ def _engine(service: Service, pair: Settings) -> EngineDetails | None:
         draft = ModelInfo(model=name and name_of(name), dtype=info.draft_dtype)
     return EngineDetails(
         device=info.device,
+        tensor_parallel=info.tensor_parallel,
         target=ModelInfo(model=name_of(pair.target.model), dtype=info.target_dtype),
         draft=draft,
         speculation=SpeculationInfo(

@@ -7,6 +7,7 @@ comes before those for its whole family. Further heads of a target must be named
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..config.settings import DEFAULT_DRAFT, DEFAULT_K, DEFAULT_TARGET, MTP
 
@@ -22,6 +23,18 @@ class Target:
     model_type: str
     vocab_size: int
     num_parameters: int
+
+
+class Suggestion(NamedTuple):
+    """A target, and the memory that it takes with its draft in bfloat16."""
+
+    model: str
+    size_gb: float
+    whole_gb: float  # draft, embedding and output layer: on the first GPU, however many share
+
+    def gb_of_first(self, num_gpus: int) -> float:
+        """On the first of so many GPUs that share the target."""
+        return self.whole_gb + (self.size_gb - self.whole_gb) / num_gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,14 +192,14 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
     ),
 )
 
-# Suggested pairs, the largest first: a target, and the GB that both models take in bfloat16.
-SUGGESTED: Sequence[tuple[str, float]] = (
-    ("Qwen/Qwen3-32B", 66.7),
-    ("Qwen/Qwen3-14B", 30.7),
-    ("Qwen/Qwen3-8B", 17.6),
-    ("Qwen/Qwen3-4B", 9.2),
-    ("HuggingFaceTB/SmolLM2-1.7B-Instruct", 3.7),
-    (DEFAULT_TARGET, 0.3),
+# The largest first.
+SUGGESTED: Sequence[Suggestion] = (
+    Suggestion("Qwen/Qwen3-32B", 66.7, 4.3),
+    Suggestion("Qwen/Qwen3-14B", 30.7, 4.3),
+    Suggestion("Qwen/Qwen3-8B", 17.6, 3.7),
+    Suggestion("Qwen/Qwen3-4B", 9.2, 2.0),
+    Suggestion("HuggingFaceTB/SmolLM2-1.7B-Instruct", 3.7, 0.5),
+    Suggestion(DEFAULT_TARGET, 0.3, 0.3),
 )
 
 

@@ -156,6 +156,10 @@ class _EngineCollector(Collector):
         stats = self._client.stats
         gauges = {
             "outrider_engine_ready": ("1 while the engine answers.", self._client.state == "ready"),
+            "outrider_tensor_parallel": (
+                "Processes that share the target, each with a device.",
+                self._client.info.tensor_parallel if self._client.info is not None else 1,
+            ),
             "outrider_requests_running": ("Sequences in the batch.", stats.num_running),
             "outrider_requests_waiting": ("Sequences in the queue.", stats.num_waiting),
             "outrider_pages_used": ("KV cache pages held by live sequences.", stats.pages_used),
@@ -192,7 +196,10 @@ class _EngineCollector(Collector):
             ),
             "outrider_generation_tokens": ("Tokens generated.", stats.generation_tokens),
             "outrider_steps": ("Steps of the engine.", stats.steps),
-            "outrider_preemptions": ("Sequences put back for want of pages.", stats.preemptions),
+            "outrider_preemptions": (
+                "Sequences preempted because pages ran out.",
+                stats.preemptions,
+            ),
             "outrider_drafts": ("Times that a sequence was drafted for.", sum(drafted[:1])),
             "outrider_draft_tokens": ("Tokens drafted.", sum(drafted)),
             "outrider_accepted_tokens": ("Drafted tokens accepted.", sum(accepted)),

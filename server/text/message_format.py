@@ -89,6 +89,11 @@ class MessageFormat:
         return uuid.uuid4().hex[:9] if short else f"{prefix}{uuid.uuid4().hex[:24]}"
 
     @property
+    def reads_calls(self) -> bool:
+        """Whether calls of tools are found in an answer."""
+        return self.name != "none"
+
+    @property
     def delimiters(self) -> tuple[str, ...] | None:
         """The special tokens that the parser must see; None: all."""
         if self._template is not None:

@@ -78,7 +78,7 @@ function drawLine() {
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 
 function drawDrafts(now, minute) {
-  // In a minute in which nothing was drafted, what there was before tells more than nothing.
+  // In a minute in which nothing was drafted, what there was before says more than nothing.
   const since = sum(now.drafted_per_position) > sum(minute.drafted_per_position) ? minute : null;
   const gained = (name) => now[name].map((total, i) => total - (since?.[name][i] ?? 0));
   const drafted = gained("drafted_per_position");

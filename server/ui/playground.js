@@ -34,7 +34,7 @@ export function start(served) {
   onMode();
 }
 
-/** What is asked for as the form stands, or was last if nothing is, without what only this page
+/** What is asked for as the form is, or was last if nothing is, without what only this page
  * wants. */
 export function request() {
   if (!form.prompt.value && sent) return sent;

@@ -40,3 +40,18 @@ def test_langchain_openai(seen_by: Look, expected: dict[str, Any]) -> None:
         "reason": "stop",
         "several": [expected["chat"]] * 4,
     }
+
+
+@pytest.mark.clients("ollama")
+def test_ollama(seen_by: Look, expected: dict[str, Any], model: str) -> None:
+    assert seen_by("ollama", "use_ollama.py") == expected | {
+        "models": [model],
+        "fields": ["city"],
+        "wrong_model": 404,
+    }
+
+
+@pytest.mark.clients("llama-index-llms-openai-like")
+def test_llamaindex(seen_by: Look, expected: dict[str, Any]) -> None:
+    seen = seen_by("llama-index-llms-openai-like", "use_llamaindex.py")
+    assert seen == {name: value for name, value in expected.items() if name != "streamed_tokens"}

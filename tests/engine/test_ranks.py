@@ -5,6 +5,7 @@ On a GPU machine each rank has a GPU (`make gpu-ranks`); elsewhere ranks are pro
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -141,6 +142,20 @@ def test_a_follower_that_dies_or_hangs_ends_the_step(
         with pytest.raises(RankLostError, match=reason):
             run(engine, PROMPTS, GREEDY)
         engine.worker.close()
+
+
+def test_ranks_leave_no_file_however_they_end(
+    tiny_model: Tiny,
+    start: Callable[[EngineConfig], Engine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if the first is killed, which then cleans nothing up: so there is nothing to clean."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine = start(engine_config(tiny_model()))
+    assert run(engine, PROMPTS, GREEDY)
+    assert list(tmp_path.iterdir()) == []
+    assert engine.info.tensor_parallel == 2
 
 
 def test_a_follower_that_cannot_load_says_why_once(

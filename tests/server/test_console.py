@@ -107,6 +107,22 @@ def test_summary_names_the_draft_and_its_kind(
 
 
 @pytest.mark.parametrize(
+    ("device", "says"),
+    [("cuda", "device: cuda, 2 GPUs share"), ("cpu", "device: cpu, 2 processes share the target")],
+)
+def test_summary_says_how_many_share_the_target(
+    device: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, plain = load_settings(environ={}), idle_client().info
+    assert plain is not None
+    caplog.set_level(logging.INFO, "outrider.server")
+    for info in (plain, replace(plain, device=device, tensor_parallel=2)):
+        caplog.clear()
+        show_summary(settings, info, HERMES, "http://127.0.0.1:8000", Console(file=io.StringIO()))
+        assert (says in caplog.text) == (info is not plain)
+
+
+@pytest.mark.parametrize(
     ("facts", "says"),
     [
         ({"saved_by_windows_bytes": 3 * 2**30}, "sliding windows save 3.0 GiB"),

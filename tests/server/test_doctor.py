@@ -187,6 +187,28 @@ def test_the_largest_pair_that_fits_is_suggested(
     assert machine.pair(has_hub=has_hub).remedy == f"outrider serve {expected}"
 
 
+@pytest.mark.parametrize(
+    ("totals_gb", "model", "words"),
+    [
+        ([48, 48], "Qwen/Qwen3-14B", "Qwen3-32B fits on 2 of the 2 GPUs, with 35.5 GB"),
+        ([24] * 4, "Qwen/Qwen3-8B", "Qwen3-14B fits on 2 of the 4 GPUs, with 17.5 GB on the first"),
+        ([80, 24], "Qwen/Qwen3-8B", "each GPU has room for 19.2"),  # the smaller one decides
+        ([141, 141], "Qwen/Qwen3-32B", "each GPU has room for 112.8"),
+    ],
+)
+def test_several_gpus_are_shown_what_they_can_share(
+    monkeypatch: pytest.MonkeyPatch, totals_gb: list[int], model: str, words: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(totals_gb))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i=0: (0, totals_gb[i] * 10**9))
+    found = machine.pair(has_hub=True)
+    assert found.remedy == f"outrider serve {model}"
+    assert words in found.text
+    assert ("--tensor-parallel" in found.text) == ("fits on" in words or totals_gb == [80, 24])
+    assert "--tensor-parallel" not in machine.pair(has_hub=False).text
+
+
 def test_a_configured_pair_is_looked_at_in_place_of_suggested_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -228,5 +250,5 @@ def test_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_suggestions_go_from_large_to_small() -> None:
-    sizes = [size for _, size in SUGGESTED]
+    sizes = [each.size_gb for each in SUGGESTED]
     assert sizes == sorted(sizes, reverse=True)

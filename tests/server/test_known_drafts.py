@@ -333,7 +333,7 @@ def test_serve_takes_a_config_file_in_place_of_a_model(
     path = tmp_path / "pair.toml"
     path.write_text("[target]\nmodel = 'a/b'\n[draft]\nmodel = 'c/d'\n")
     assert served_with(monkeypatch, str(path)) == served_with(monkeypatch, "--config", str(path))
-    assert served_with(monkeypatch, "qwen3-8b").target.model == "Qwen/Qwen3-8B"
+    assert served_with(monkeypatch, "qwen3-8b-0.6b").target.model == "Qwen/Qwen3-8B"
     over = served_with(monkeypatch, "x/y", "--config", str(path))
     assert (over.target.model, over.draft.model) == ("x/y", "c/d")
 

@@ -179,6 +179,12 @@ def test_what_clients_ask_before_a_chat(serve: Serve) -> None:
     assert "chosen when the server starts" in refused.json()["error"]
 
 
+@pytest.mark.parametrize(("form", "calls"), [("hermes", True), ("auto", False)])
+def test_tools_are_a_capability_where_calls_are_read(serve: Serve, form: str, calls: bool) -> None:
+    shown = post(serve(tool_call_format=form).app, {"model": "test-model"}, path="/api/show").json()
+    assert ("tools" in shown["capabilities"]) == calls
+
+
 def test_a_key_is_needed_here_too(serve: Serve) -> None:
     reply = chat(serve(api_keys=("one",)))
     assert reply.status == 401

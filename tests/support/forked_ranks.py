@@ -16,7 +16,7 @@ class Forked:
 
     def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> None:
         read_fd, write_fd = os.pipe()
-        (fd,) = pass_fds
+        fd, _ = pass_fds
         self.pid = os.fork()
         if self.pid == 0:
             os.close(write_fd)
