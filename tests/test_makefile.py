@@ -36,3 +36,10 @@ def test_make_serve_has_no_pair_of_its_own(arguments: list[str], served: str) ->
 
 def test_make_clean_removes_all_that_was_compiled_here() -> None:
     assert "kernels/cpu/*.so" in last_command("clean").split()
+
+
+@pytest.mark.parametrize("versions", ["oldest", "newest"])
+def test_either_end_of_the_versions_has_an_environment_of_its_own(versions: str) -> None:
+    command = last_command(versions, "ARGS=-k chat").split()
+    assert f"build/{versions}/bin/python" in command
+    assert command[-2:] == ["-k", "chat"]
