@@ -14,10 +14,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from outrider.kernels._dispatch import uses_triton
+from outrider.kernels._dispatch import converts_fp8, uses_triton
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, stack
 from outrider.kernels.model.rms_norm import Norm
 
+from .admission import UnsupportedModelError
 from .narrow_weight import Narrow, Scaled, Stacked
 from .shares import WHOLE, Share
 from .weight_files import name_in_text, stored_tensors
@@ -260,6 +261,7 @@ class Checkpoint(AnyCheckpoint):
 
     def _narrow(self, matrix: NarrowMatrix) -> Matrix:
         if self.keeps_narrow:
+            check_fp8(matrix.kind, self.device)
             return (Scaled if matrix.rounds_inputs else Narrow)(matrix, self.dtype)
         self.warn_once(
             f"the weights are unpacked to {str(self.dtype).removeprefix('torch.')}, since only a "
@@ -279,6 +281,16 @@ def _renamed(name: str, parts: Mapping[str, str]) -> str:
     for old, new in parts.items():
         name = name.replace(old, new)
     return name
+
+
+def check_fp8(kind: str, device: torch.device) -> None:
+    """Raises UnsupportedModelError if it is a GPU without instructions for weights in FP8."""
+    if kind == "fp8" and device.type == "cuda" and not converts_fp8(device):
+        raise UnsupportedModelError(
+            f"its weights are in FP8, and {torch.cuda.get_device_name(device)} has no instructions "
+            "for that (compute capability 8.9 or newer has): take a checkpoint in 16 bits, INT8 "
+            "or INT4"
+        )
 
 
 def check_shape(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints in every quantised format compute what their plain models would, or are refused."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.models.admission import UnsupportedModelError
-from outrider.engine.models.checkpoint import Checkpoint
+from outrider.engine.models.checkpoint import Checkpoint, check_fp8
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.formats import fp8
 from outrider.engine.models.loading import load_network
@@ -239,3 +240,17 @@ def test_a_layer_of_several_forms_keeps_its_bits_if_each_of_them_can() -> None:
     assert torch.equal(kept.dequantised(), stacked.dequantised())
     with pytest.raises(ValueError, match="16 bits"):
         as_batch_invariant(Linear(Stacked([narrow, Dense(torch.randn(16, 32))]), None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "is_refused"),
+    [("fp8", (8, 6), True), ("fp8", (8, 9), False), ("int8", (8, 0), False)],
+)
+def test_fp8_is_refused_on_gpus_without_it(
+    kind: str, capability: tuple[int, int], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    refused = pytest.raises(UnsupportedModelError, match="A GPU has no instructions")
+    with refused if is_refused else nullcontext():
+        check_fp8(kind, torch.device("cuda"))
