@@ -15,7 +15,12 @@ chunks = list(client.chat(model=model, messages=messages, options=options, strea
 completion = client.generate(
     model=model, prompt="The capital of France is", raw=True, options=options
 )
-schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+schema = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 structured = client.chat(
     model=model, messages=messages, format=schema, options=options | {"num_predict": 40}
 )
