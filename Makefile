@@ -17,8 +17,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet $(PIP_ARGS) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 PACKAGES := server distill engine kernels
 # A worker for each core; tests that share a server, or models, stay together (tests/conftest.py).
-TEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
-	$(BIN)/pytest --numprocesses logical --maxprocesses 8 --dist loadgroup
+TEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest --numprocesses logical --maxprocesses 8 --dist loadgroup
 
 # The project's root must not be on sys.path: its `kernels` would shadow Hugging Face's package.
 export PYTHONSAFEPATH := 1
@@ -70,8 +69,7 @@ deep: .make/dev ## run the further cases that make test leaves out
 	$(TEST) -m deep $(ARGS)
 
 oldest newest: %: .make/%
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} build/$@/bin/python -m pytest -p no:cacheprovider \
-		--numprocesses logical --maxprocesses 8 --dist loadgroup $(ARGS)
+	$(subst $(BIN)/pytest,build/$@/bin/python -m pytest -p no:cacheprovider,$(TEST)) $(ARGS)
 
 oldest: ## run the tests with the oldest versions that pyproject.toml allows (6 GB; ARGS= for pytest)
 newest: ## likewise with the newest

@@ -74,7 +74,9 @@ def build(folder: Path) -> tuple[Path, Path]:
             f"from setuptools import build_meta; print(build_meta.build_{kind}({str(folder)!r}))"
         )
         command = [sys.executable, "-P", "-c", program]
-        done = subprocess.run(command, cwd=where, check=True, stdout=subprocess.PIPE, text=True)
+        print(f"Building the {kind}", flush=True)
+        done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
+        check(done.returncode == 0, f"the {kind} is not built:\n{done.stderr[-4000:]}")
         return folder / done.stdout.splitlines()[-1]
 
     archive = made("sdist", ROOT)
@@ -131,7 +133,7 @@ def try_out(commands: Path, version: str, cwd: Path) -> None:
 
 def ready(url: str) -> bool:
     with suppress(urllib.error.URLError, ConnectionError):
-        return ask(f"{url}/health")["status"] == "ok"
+        return bool(ask(f"{url}/health")["status"] == "ok")
     return False
 
 
@@ -159,6 +161,7 @@ def main() -> None:
         raise SystemExit(f"This is no release yet: {error}") from None
     chart.write_text(chart_of(version, chart.read_text()))
     archive, wheel = build(folder)
+    print(f"Installing {wheel.name} into an empty environment", flush=True)
     commands = install(wheel, ROOT / "build/release")
     try_out(commands, version, folder)
     today = f"## [{version}] - {datetime.date.today()}"
