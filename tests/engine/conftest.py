@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import Tiny, save_tiny_model
+from tiny_models import DEVICE, Quick, Tiny, save_tiny_model
 
 from outrider.engine.models import compiled_decoder
+from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.model.rope import rotary_table
 
 
@@ -21,6 +22,25 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
             path = tmp_path_factory.mktemp(architecture)
             made[key] = save_tiny_model(path, architecture, **settings)  # type: ignore[arg-type]
         return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def quick_model(tiny_model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Quick:
+    """Models of four tokens for many samples: on a CPU of compiled layers, where there are any."""
+    made: dict[tuple[int, int], Path] = {}
+
+    def get(seed: int, num_layers: int = 1) -> Path:
+        if DEVICE.type == "cuda" or compiled() is None:
+            sizes = {"vocab_size": 4, "num_hidden_layers": num_layers}
+            return tiny_model("llama", seed=seed, scale=0.15, **sizes)
+        from tiny_gguf import save_quick_llama  # `make gpu` has no gguf
+
+        if (seed, num_layers) not in made:
+            folder = tmp_path_factory.mktemp("quick")
+            made[seed, num_layers] = save_quick_llama(folder, seed, 4, num_layers)
+        return made[seed, num_layers]
 
     return get
 

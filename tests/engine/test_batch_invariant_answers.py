@@ -37,9 +37,7 @@ SHAPE = {
 }
 # The dtype that a target is mostly served in, where that keeps its bits.
 DTYPE = "bfloat16" if ON_GPU or has_products(torch.bfloat16) else "float32"
-OTHERS = (
-    [] if ON_GPU or DTYPE == "float32" else [pytest.param("float32", 0.0, marks=pytest.mark.deep)]
-)
+OTHERS = [] if ON_GPU or DTYPE == "float32" else [pytest.param("float32", marks=pytest.mark.deep)]
 PROMPTS = prompts((3, 15, 90, 47), VOCAB)
 Pair = tuple[Path, Path]
 Answer = tuple[list[int], list[Any]]
@@ -76,24 +74,22 @@ def answer(outputs: list[RequestOutput]) -> Answer:
     return tokens(outputs), [entry for output in outputs for entry in output.logprobs or ()]
 
 
-@pytest.mark.parametrize(("dtype", "temperature"), [(DTYPE, 0.0), (DTYPE, 1.0), *OTHERS])
-def test_answers_are_equal_to_the_bit(dtype: str, temperature: float, pair: Pair) -> None:
-    params = SamplingParams(
-        max_tokens=24,
-        temperature=temperature,
-        seed=7,
-        verification="match",
-        logprobs=2,
-        ignore_eos=True,
-    )
-    alone = engine(pair, dtype, 0, enforce_eager=True)
-    truth = [answer(run(alone, [prompt], params)[0]) for prompt in PROMPTS]
+@pytest.mark.parametrize("dtype", [DTYPE, *OTHERS])
+def test_answers_are_equal_to_the_bit(dtype: str, pair: Pair) -> None:
+    drawn = SamplingParams(max_tokens=24, seed=7, verification="match", logprobs=2, ignore_eos=True)
+    greedy = replace(drawn, temperature=0.0)
+    params = [greedy, drawn, drawn, greedy]
+
+    def one_by_one(engine: Engine) -> list[Answer]:
+        each = zip(PROMPTS, params, strict=True)
+        return [answer(run(engine, [prompt], of_it)[0]) for prompt, of_it in each]
+
+    truth = one_by_one(engine(pair, dtype, 0, enforce_eager=True))
     assert len({token for ids, _ in truth for token in ids}) > 50  # no loop of a few
     accepted = drafted = 0
     for k in (1, 3, 6):
         drafting = engine(pair, dtype, k)
-        got = [answer(run(drafting, [prompt], params)[0]) for prompt in PROMPTS]
-        assert got == truth, k
+        assert one_by_one(drafting) == truth, k
         stats = drafting.stats()
         accepted += sum(stats.accepted_per_position)
         drafted += sum(stats.drafted_per_position)

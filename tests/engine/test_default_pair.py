@@ -15,7 +15,7 @@ from outrider.server.models.builtin import BUILTINS, obtain
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-PARAMS = replace(GREEDY, max_tokens=20, ignore_eos=True)
+PARAMS = replace(GREEDY, max_tokens=16, ignore_eos=True)
 TEXTS = [
     "The capital of France is",
     "def fibonacci(n):\n    ",
@@ -32,7 +32,7 @@ TEXTS = [
     "Dear Sir or Madam,\n\nI am writing to",
     "a",
     "\n\n\n",
-    "Water boils at 100 degrees. " * 30,
+    "Water boils at 100 degrees. " * 20,
 ]
 
 
@@ -89,9 +89,9 @@ def test_drafts_and_prefix_hits_change_nothing(
 ) -> None:
     assert [tokens(o) for o in run(engine, prompts, PARAMS)] == truth
     assert sum(engine.stats().accepted_per_position) > 0
-    again = run(engine, prompts, PARAMS)
-    assert [tokens(o) for o in again] == truth
-    assert sum(outputs[-1].num_cached_tokens > 0 for outputs in again) > 10
+    again = run(engine, prompts[::3], PARAMS)
+    assert [tokens(o) for o in again] == truth[::3]
+    assert sum(outputs[-1].num_cached_tokens > 0 for outputs in again) > 3
 
 
 @pytest.mark.deep  # on tiny models in test_loop.py

@@ -1,13 +1,12 @@
 """Many steps under every edit of logits, against exact enumeration of the edited target."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from distributions import bound, chi_squared, total_variation
 from engines import run, sampling_config
 from target_distribution import joint, sample
+from tiny_models import Quick
 
 from outrider.engine.api import ProcessorChoice, SamplingParams, Verification
 from outrider.engine.config import CacheConfig
@@ -65,10 +64,9 @@ EVERY = [(name, rule, by) for name in EDITS for rule in RULES for by in ("draft_
     ],
 )
 def test_the_joint_is_the_edited_targets(
-    name: str, rule: Verification, proposer: str, tiny_model: Callable[..., Path]
+    name: str, rule: Verification, proposer: str, quick_model: Quick
 ) -> None:
-    target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
-    draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
+    target, draft = quick_model(3), quick_model(4)
     config = sampling_config(target, draft, proposer)
     specs = ("parity = logits_processors:FavourParity",)
     engine = Engine(replace(config, logits_processors=specs))
@@ -85,10 +83,9 @@ def test_the_joint_is_the_edited_targets(
 
 @pytest.mark.parametrize("verification", ["token", "match"])
 def test_drafts_lead_into_dead_ends_as_often_as_plain_tokens_do(
-    verification: Verification, tiny_model: Callable[..., Path]
+    verification: Verification, quick_model: Quick
 ) -> None:
-    target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
-    draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
+    target, draft = quick_model(3), quick_model(4)
     # About every second answer begins with 0, and nothing may follow that.
     params = SamplingParams(
         max_tokens=2,

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from mtp import save_tiny_mtp_model
 from target_distribution import DEAD_END, joint
-from tiny_models import Tiny
+from tiny_models import Quick
 
 from outrider.engine.api import (
     InvalidRequestError,
@@ -67,7 +67,7 @@ ALONE: dict[str, dict[str, Any]] = {
 PAIRS = list(itertools.combinations(ALONE, 2))
 
 
-TRUTHS: dict[str, dict[tuple[int, ...], float]] = {}  # of the one target, for all proposers
+TRUTHS: dict[tuple[Path, str], dict[tuple[int, ...], float]] = {}  # for all proposers
 
 
 def truth_of(params: SamplingParams, target: Path) -> dict[tuple[int, ...], float]:
@@ -82,24 +82,25 @@ def truth_of(params: SamplingParams, target: Path) -> dict[tuple[int, ...], floa
             return [False, True, True, False]
         return [True, True, ends[2], True]
 
-    key = repr(params)
+    key = target, repr(params)
     if key not in TRUTHS:
         TRUTHS[key] = joint(target, PROMPT, params, (EOS,), mask)
     return TRUTHS[key]
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target of all proposers; its MTP head is one of them."""
+def targets(quick_model: Quick, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By proposer; one of them is an MTP head, which only its own target has."""
     path = tmp_path_factory.mktemp("target")
-    return save_tiny_mtp_model(path, seed=3, vocab_size=VOCAB, scale=0.15)
+    with_head = save_tiny_mtp_model(path, seed=3, vocab_size=VOCAB, scale=0.15)
+    return dict.fromkeys(PROPOSERS, quick_model(3, 2)) | {"mtp": with_head}
 
 
 @pytest.fixture(scope="module")
 def engines(
-    tiny_model: Tiny, target: Path, tmp_path_factory: pytest.TempPathFactory
+    quick_model: Quick, targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Engine]:
-    draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
+    draft, target = quick_model(4), targets["head"]
     head = save_tiny_head(
         tmp_path_factory.mktemp("head"), target, boundaries=(0, 1, 2), draft_vocab=3, scale=0.2
     )
@@ -111,11 +112,11 @@ def engines(
         draft_vocab=3,
         scale=0.2,
     )
-    drafts = {"draft_model": draft, "head": head, "dspark": dspark, "mtp": target}
+    drafts = {"draft_model": draft, "head": head, "dspark": dspark, "mtp": targets["mtp"]}
 
     def make(proposer: str) -> Engine:
         config = engine_config(
-            target,
+            targets[proposer],
             drafts.get(proposer),
             proposer="draft_model" if proposer in drafts else proposer,
             k=K,
@@ -192,12 +193,14 @@ def test_every_field_is_here() -> None:
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_each_parameter_alone_and_beside_the_others_keeps_the_joint(
-    engines: dict[str, Engine], target: Path, proposer: str
+    engines: dict[str, Engine], targets: dict[str, Path], proposer: str
 ) -> None:
-    # Each alone under one rule; of the pairs every 24th, another for each proposer, so that all
-    # names and rules are met.
-    first = PROPOSERS.index(proposer)
-    names = [(name,) for name in ALONE] + PAIRS[first * 5 :: 24]
+    # Each alone under one rule, every second with a head; of the pairs every 24th, another for each
+    # proposer, so that all names and rules are met.
+    first, target = PROPOSERS.index(proposer), targets[proposer]
+    is_quick = proposer in ("draft_model", "suffix")
+    alone = [(name,) for name in ALONE][0 if is_quick else first % 2 :: 1 if is_quick else 2]
+    names = alone + PAIRS[first * 5 :: 24]
     sets = [merged(each, RULES[i % 3]) for i, each in enumerate(names)]
     sets = [params for params in sets if can_always_go_on(params, target)]
     assert len(sets) > len(names) * 0.8
@@ -209,8 +212,9 @@ def test_each_parameter_alone_and_beside_the_others_keeps_the_joint(
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_each_pair_keeps_the_joint(
-    engines: dict[str, Engine], target: Path, proposer: str, rule: Verification
+    engines: dict[str, Engine], targets: dict[str, Path], proposer: str, rule: Verification
 ) -> None:
+    target = targets[proposer]
     sets = [merged(pair, rule) for pair in PAIRS]
     sets = [params for params in sets if can_always_go_on(params, target)]
     assert_sampled_from(target, sets, sample(engines[proposer], sets, num_samples=300))
@@ -263,11 +267,12 @@ NUM_EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "0"))
 @given(params=parameter_sets(), proposer=st.sampled_from(PROPOSERS), seed=st.integers(0, 2**32))
 def test_any_mixture_of_parameters_is_exact(
     engines: dict[str, Engine],
-    target: Path,
+    targets: dict[str, Path],
     params: SamplingParams,
     proposer: str,
     seed: int,
 ) -> None:
+    target = targets[proposer]
     new = NewRequest(request_id="new", prompt_token_ids=PROMPT, params=params)
     try:
         check_request(new, 256, VOCAB, (EOS,))

@@ -97,8 +97,7 @@ def test_an_ordinary_grammar_never_sits_out() -> None:
     assert taken == [4] * 64
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "suffix"])
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(("proposer", "lag"), [("draft_model", 0), ("suffix", 1)])
 def test_sitting_out_changes_no_token(
     make: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch, lag: int, proposer: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,8 +11,8 @@ import torch
 from distributions import bound, chi_squared, total_variation
 from engines import sampling_config
 from grammars import stands_for
-from target_distribution import sample
-from transformers import AutoModelForCausalLM
+from target_distribution import next_logits, sample
+from tiny_models import Quick
 
 from outrider.engine.api import SamplingParams
 from outrider.engine.config import TokenTable
@@ -64,13 +63,11 @@ THOUGHTS = Language(
 
 def joint(path: Path, params: SamplingParams, language: Language) -> dict[tuple[int, ...], float]:
     """Probability of every output: of LENGTH tokens, or fewer with eos at the end."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     found, open_ones = {}, {(): 1.0}
     for _ in range(LENGTH):
-        with torch.inference_mode():
-            logits = model(torch.tensor([[*PROMPT, *tokens] for tokens in open_ones])).logits
+        logits = next_logits(path, [[*PROMPT, *tokens] for tokens in open_ones]).double()
         going_on = {}
-        for (prefix, chance), row in zip(open_ones.items(), logits[:, -1].double(), strict=True):
+        for (prefix, chance), row in zip(open_ones.items(), logits, strict=True):
             mask = torch.tensor(language.allowed("".join(language.letters[i] for i in prefix)))
             row = row.masked_fill(~mask, -torch.inf)
             if params.top_k:
@@ -98,10 +95,9 @@ def joint(path: Path, params: SamplingParams, language: Language) -> dict[tuple[
     ids=["token", "block", "match", "suffix", "thoughts"],
 )
 def test_the_joint_is_that_of_the_masked_target(
-    language: Language, proposer: str, params: SamplingParams, tiny_model: Callable[..., Path]
+    language: Language, proposer: str, params: SamplingParams, quick_model: Quick
 ) -> None:
-    target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
-    draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
+    target, draft = quick_model(3), quick_model(4)
     config = sampling_config(target, draft, proposer)
     engine = Engine(replace(config, token_table=language.tokens, eos_token_ids=(EOS,)))
     truth = joint(target, params, language)

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,14 +50,16 @@ BLOCK_VARIANTS: dict[str, dict[str, Any]] = {
     "dspark-confident": {"markov": "vanilla", "confidence": "token", "boundaries": (0, 3)},
     "dspark-leading": {"markov": "vanilla", "confidence": "states", "from_anchor": False},
 }
-# Whether a step is launched before the last one is read hangs on the proposer, not on its formulas.
+# Whether a step is launched before the last one is read hangs on the proposer, not on its formulas:
+# some of each run ahead, and the others in turn.
 RUN_AHEAD = ("flat", "parallel", "dflash", "dflash-windows", "dspark", "dspark-leading", "mtp-mimo")
-# One of each kind of proposer, for what hangs on the kind alone.
+# One of each kind of proposer, for what hangs on the kind alone: of a target of two layers.
+FEW = (0, 1, 2)
 KINDS: dict[str, dict[str, Any]] = {
-    "eagle3": {"draft_vocab": 50},
-    "peagle": {"draft_vocab": 50, "parallel": True},
-    "dflash": {},
-    "dspark": BLOCK_VARIANTS["dspark"],
+    "eagle3": {"draft_vocab": 50, "boundaries": FEW},
+    "peagle": {"draft_vocab": 50, "parallel": True, "boundaries": FEW},
+    "dflash": {"boundaries": FEW},
+    "dspark": BLOCK_VARIANTS["dspark"] | {"boundaries": FEW},
     "mtp-mimo": {},
 }
 Pair = tuple[Path, Path]  # a target and its head
@@ -81,7 +84,8 @@ def save_pair(target: Path, path: Path, name: str, options: dict[str, Any]) -> P
 
 
 @pytest.fixture(params=KINDS)
-def any_pair(request: pytest.FixtureRequest, tmp_path: Path, target: Path) -> Pair:
+def any_pair(request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Tiny) -> Pair:
+    target = tiny_model("llama", num_hidden_layers=2)
     return save_pair(target, tmp_path / "head", request.param, KINDS[request.param])
 
 
@@ -177,7 +181,7 @@ MIXED = [
         pytest.param(
             variant,
             is_ahead,
-            marks=pytest.mark.deep if is_ahead and variant not in RUN_AHEAD else (),
+            marks=() if is_ahead == (variant in RUN_AHEAD) else pytest.mark.deep,
             id=f"{variant}-{'ahead' if is_ahead else 'in-turn'}",
         )
         for variant in (*VARIANTS, *BLOCK_VARIANTS, "mtp-mimo")
@@ -214,25 +218,33 @@ def test_nothing_but_the_draft_need_be_named(target: Path, head: Tiny) -> None:
 
 
 HIT = prompts([24], VOCAB)[0]
-# The same prompt again; other tokens behind its pages; and behind the first page alone.
-LATER = {"same": HIT, "longer": [*HIT, 5, 6, 7], "other": [*HIT[:20], 90, 91, 92], "early": HIT[:9]}
+# By the least that is cached of them: the same prompt again, a longer one; one with other tokens
+# behind the pages that it shares; one of the first pages alone.
+LATER: list[tuple[int, Callable[[list[int]], list[int]]]] = [
+    (32, lambda hit: hit),
+    (32, lambda hit: [*hit, 5, 6, 7]),
+    (32, lambda hit: [*hit[:20], 90, 91, 92]),
+    (8, lambda hit: hit[:9]),
+]
 
 
-@pytest.mark.parametrize("name", LATER)
 def test_drafts_behind_a_cached_prefix_are_drawn_from_the_formulas(
-    name: str, any_pair: Pair, monkeypatch: pytest.MonkeyPatch
+    any_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the page's last row was computed with another token behind it."""
     target, path = any_pair
     engine = Engine(engine_config(target, path, k=K, page_size=4))
-    run(engine, [HIT], replace(SAMPLED, max_tokens=6))
-    before = engine.stats().cached_tokens
     checked = check_drafts(engine, Truth(target, path), monkeypatch)
     few = replace(SAMPLED, seed=9, max_tokens=12)  # the prefix is right behind them
-    run(engine, [LATER[name]], few)
-    run(engine, [[*LATER[name], 3]], few)
-    assert max(checked) == K
-    assert engine.stats().cached_tokens - before >= {"early": 8}.get(name, 32)
+    for seed, (least, later) in enumerate(LATER):
+        hit = prompts([24], VOCAB, seed)[0]
+        run(engine, [hit], replace(SAMPLED, max_tokens=6))
+        before = engine.stats().cached_tokens
+        checked.clear()
+        run(engine, [later(hit)], few)
+        run(engine, [[*later(hit), 3]], few)
+        assert max(checked) == K
+        assert engine.stats().cached_tokens - before >= least
 
 
 def test_samples_of_one_prompt_share_its_pages(
@@ -245,7 +257,11 @@ def test_samples_of_one_prompt_share_its_pages(
     assert engine.stats().cached_tokens >= 40
 
 
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["in-turn", "ahead"])
+@pytest.mark.parametrize(
+    "is_ahead",
+    [pytest.param(False, marks=pytest.mark.deep), True],
+    ids=["in-turn", "ahead"],
+)
 def test_a_preempted_sequence_is_drafted_for_again(
     is_ahead: bool, any_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,7 +330,12 @@ def test_a_bad_row_of_the_head_is_no_draft(
 
 # With a cache the first answer finds nothing in it, and the others do.
 @pytest.mark.parametrize(
-    "variant", ["in-turn", "ahead", pytest.param("no-cache", marks=pytest.mark.deep)]
+    "variant",
+    [
+        "ahead",
+        pytest.param("in-turn", marks=pytest.mark.deep),
+        pytest.param("no-cache", marks=pytest.mark.deep),
+    ],
 )
 def test_match_gives_the_same_tokens_with_any_k(variant: str, any_pair: Pair) -> None:
     config = engine_config(*any_pair, k=K, prefix_caching=variant != "no-cache")

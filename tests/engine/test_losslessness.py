@@ -1,7 +1,7 @@
 """Many steps of the whole engine, against exact enumeration of the target's own distribution."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from engines import engine_config, run, sampling_config, tokens
 from heads import save_tiny_head
 from mtp import save_tiny_hybrid, save_tiny_mtp_model
 from target_distribution import joint, sample
+from tiny_models import Quick, Tiny
 
 from outrider.engine import engine as loop
 from outrider.engine.api import SamplingParams
@@ -34,9 +35,21 @@ PARAMS = {
 # the 12,000 of the sweep of those off by 5 %.
 SOME = [(name, "draft_model", 4800) for name in ("token", "block", "match")]
 SOME += [(name, "draft_model", 2400) for name in ("top_k", "top_p")] + [("token", "suffix", 2400)]
+SOME += [("block", "plain", 2400)]
 SOME += [("token", "head", 2400), ("block", "peagle", 2400), ("token", "dflash", 2400)]
 SOME += [("block", "dspark", 2400), ("token", "mtp", 2400)]
-PROPOSERS = ("draft_model", "suffix", "head", "peagle", "dflash", "dspark", "mtp", "hybrid")
+# "plain": draft models whose layers are not compiled.
+PROPOSERS = (
+    "draft_model",
+    "plain",
+    "suffix",
+    "head",
+    "peagle",
+    "dflash",
+    "dspark",
+    "mtp",
+    "hybrid",
+)
 EVERY = [(name, proposer) for name in PARAMS for proposer in PROPOSERS]
 CASES: list[Any] = [*SOME]
 CASES += [
@@ -49,12 +62,20 @@ CASES += [pytest.param(*case, 12_000, marks=pytest.mark.sweep) for case in EVERY
 
 @pytest.mark.parametrize(("name", "proposer", "num_samples"), CASES)
 def test_the_joint_over_many_steps_is_the_targets(
-    name: str, proposer: str, num_samples: int, tiny_model: Callable[..., Path], tmp_path: Path
+    name: str,
+    proposer: str,
+    num_samples: int,
+    quick_model: Quick,
+    tiny_model: Tiny,
+    tmp_path: Path,
 ) -> None:
     params = PARAMS[name]
     num_layers = 1 if proposer in ("draft_model", "suffix") else 2  # heads read between layers
-    target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15, num_hidden_layers=num_layers)
-    draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
+    target, draft = quick_model(3, num_layers), quick_model(4)
+    if proposer == "plain":
+        sizes = {"vocab_size": VOCAB, "scale": 0.15, "num_hidden_layers": 1}
+        target, draft = (tiny_model("llama", seed=seed, **sizes) for seed in (3, 4))
+        proposer = "draft_model"
     if proposer in ("head", "peagle"):  # of three tokens of the four: residuals have the last
         options = {"draft_vocab": 3, "scale": 0.2, "parallel": proposer == "peagle"}
         draft = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), **options)
@@ -104,11 +125,10 @@ class FollowsTheLastStep(AdaptiveSpeculation):
 
 
 def test_a_k_that_follows_what_was_drafted_and_accepted_keeps_the_joint(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    quick_model: Quick, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "AdaptiveSpeculation", FollowsTheLastStep)
-    target = tiny_model("llama", seed=3, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
-    draft = tiny_model("llama", seed=4, vocab_size=VOCAB, scale=0.15, num_hidden_layers=1)
+    target, draft = quick_model(3), quick_model(4)
     config = engine_config(target, draft, k=3, adaptive=True, max_num_seqs=40, num_pages=1024)
     engine = Engine(config)
     params = SamplingParams(max_tokens=LENGTH)

@@ -17,7 +17,7 @@ from tiny_models import VOCAB
 from outrider.engine.api import InvalidRequestError, NewRequest, RequestOutput, SamplingParams
 from outrider.engine.engine import Engine
 
-NUM_REQUESTS = int(os.environ.get("TEST_EXAMPLES", "80"))
+NUM_REQUESTS = int(os.environ.get("TEST_EXAMPLES", "50"))
 FIELDS = {field.name for field in fields(SamplingParams)} | {"prompt"}
 # Ends that a request brings on itself.
 DEAD_ENDS = ("it left no token", "no token can go on", "text is complete")

@@ -63,7 +63,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[_Recorded]:
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
 @pytest.mark.parametrize(
-    "proposer", ["draft_model", "suffix", "head", "head, ahead", "dflash", "dspark"]
+    "proposer",
+    [
+        "draft_model",
+        "suffix",
+        pytest.param("head", marks=pytest.mark.deep),
+        "head, ahead",
+        pytest.param("dflash", marks=pytest.mark.deep),
+        "dspark",
+    ],
 )
 def test_padding_changes_nobodys_output(
     target: Path, draft: Path, recorded: type[_Recorded], proposer: str, tmp_path: Path

@@ -66,8 +66,17 @@ def launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     return seen
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "suffix", "none"])
-@pytest.mark.parametrize("max_num_seqs", [8, 3], ids=["together", "in-turn"])
+@pytest.mark.parametrize(
+    ("proposer", "max_num_seqs"),
+    [
+        ("draft_model", 3),
+        ("suffix", 8),
+        ("none", 3),
+        pytest.param("draft_model", 8, marks=pytest.mark.deep),
+        pytest.param("suffix", 3, marks=pytest.mark.deep),
+        pytest.param("none", 8, marks=pytest.mark.deep),
+    ],
+)
 def test_a_lag_changes_nobodys_output(tiny_model: Tiny, proposer: str, max_num_seqs: int) -> None:
     each, lagging = engines(tiny_model, proposer=proposer, max_num_seqs=max_num_seqs)
     mixed = prompts([3, 40, 1, 17, 8, 5, 6, 30], VOCAB)

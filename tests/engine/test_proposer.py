@@ -12,7 +12,7 @@ from distributions import bound, chi_squared, total_variation
 from engines import GREEDY, engine_config, generate, prompts, run, sampling_config, tokens
 from heads import save_tiny_head
 from target_distribution import joint, sample
-from tiny_models import VOCAB, Tiny
+from tiny_models import VOCAB, Quick, Tiny
 
 from outrider.engine.api import InvalidRequestError, NewRequest, SamplingParams
 from outrider.engine.engine import Engine
@@ -104,11 +104,9 @@ def test_looked_up_and_drawn_drafts_alternate(tiny_model: Tiny, lag: int) -> Non
     ("rule", "drafter", "lag"), [("token", "draft_model", 0), ("block", "head", 1)]
 )
 def test_the_joint_of_all_sources_in_one_batch_is_the_targets(
-    rule: str, drafter: str, lag: int, tiny_model: Callable[..., Path], tmp_path: Path
+    rule: str, drafter: str, lag: int, quick_model: Quick, tmp_path: Path
 ) -> None:
-    shape = {"vocab_size": 4, "scale": 0.15}
-    target = tiny_model("llama", seed=3, num_hidden_layers=2, **shape)
-    draft = tiny_model("llama", seed=4, num_hidden_layers=1, **shape)
+    target, draft = quick_model(3, 2), quick_model(4)
     if drafter == "head":
         options = {"boundaries": (0, 1, 2), "draft_vocab": 3, "scale": 0.2}
         draft = save_tiny_head(tmp_path, target, **options)

@@ -103,8 +103,17 @@ def served(config: EngineConfig, lag: int, times: int = 1) -> list[list[list[obj
     return [[whole(o) for o in run(engine, ASKED, PARAMS)] for _ in range(times)]
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("kind", ["none", "draft_model", "eagle3", "dflash"])
+@pytest.mark.parametrize(
+    ("kind", "lag"),
+    [
+        ("none", 0),
+        *((kind, 1) for kind in ("none", "draft_model", "eagle3", "dflash")),
+        *(
+            pytest.param(kind, 0, marks=pytest.mark.deep)
+            for kind in ("draft_model", "eagle3", "dflash")
+        ),
+    ],
+)
 def test_nothing_that_is_given_back_is_read(
     kind: str, lag: int, mixed: Path, tmp_path: Path, tiny_model: Tiny
 ) -> None:

@@ -192,8 +192,9 @@ def test_every_pair_is_in_one_tile_of_its_expert(
         inside = tile[tile < num_pairs]
         assert (got.ids.flatten()[inside.long()] == expert).all()
         assert (expert < 8) == bool(len(inside))
-    # More rows than one program holds are listed by several.
-    for at_once in (8, 32, 64):
+    # More rows than one program holds are listed by several; the interpreter runs them in turn.
+    is_quick = DEVICE.type == "cuda" or num_rows < 100
+    for at_once in (8, 32, 64) if is_quick else (64,):
         monkeypatch.setattr(expert_tiles, "AT_ONCE", at_once)
         many = route(logits, Router(2))
         assert all(map(torch.equal, (*got[:2], *got.tiles), (*many[:2], *many.tiles)))

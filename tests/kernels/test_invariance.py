@@ -114,7 +114,7 @@ def test_rules_of_a_batch_do_not_mix(road: str) -> None:
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 def test_programs_that_share_a_request_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(3)
-    batch = Batch(generator, [2] * 6, 5000, torch.bfloat16, mixed_sampling(6, 1))
+    batch = Batch(generator, [2] * 4, 3000, torch.bfloat16, mixed_sampling(4, 1))
     results = []
     for num_programs in (1, 12, 1000):
         monkeypatch.setattr(finish, "num_programs", lambda *_, n=num_programs: n)

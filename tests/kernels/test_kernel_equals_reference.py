@@ -6,6 +6,7 @@ from verification import (
     DEVICE,
     HAS_KERNELS,
     Batch,
+    Verified,
     equal,
     make_sampling,
     mixed_sampling,
@@ -17,19 +18,30 @@ from outrider.kernels.verify.sampling import Rule
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or TRITON_INTERPRET=1")
 
 
-def check(batch: Batch) -> None:
-    for one_hot in (False, True):
+def check(batch: Batch) -> Verified:
+    for one_hot in (True, False):
         ours, truth = batch.verify("kernel", one_hot), batch.verify("reference", one_hot)
         assert equal(ours, truth), (ours, truth, batch.sampling)
+    return ours
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(2, [1, 0, 2], None), (97, [3, 0, 1], 90), (1025, [2, 4], 1100), (2049, [0, 3], None)]
+
+
 @pytest.mark.parametrize(
-    ("vocab", "num_drafts", "draft_width"),
-    [(2, [1, 0, 2], None), (97, [3, 0, 1], 90), (1025, [2, 4], 1100), (2049, [0, 3], None)],
+    ("vocab", "num_drafts", "draft_width", "dtype"),
+    [
+        # The interpreter tries each shape in one dtype, and a GPU in all.
+        pytest.param(
+            *shape, dtype, marks=pytest.mark.deep if DEVICE.type == "cpu" and i % 3 != j else ()
+        )
+        for i, shape in enumerate(SHAPES)
+        for j, dtype in enumerate(DTYPES)
+    ],
 )
 def test_mixed_batch(
-    dtype: torch.dtype, vocab: int, num_drafts: list[int], draft_width: int | None
+    vocab: int, num_drafts: list[int], draft_width: int | None, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(vocab)
     sampling = mixed_sampling(len(num_drafts), vocab + dtype.itemsize)
@@ -42,8 +54,7 @@ def test_thirty_two_drafts_beside_none(rule: Rule) -> None:
     generator = torch.Generator().manual_seed(5)
     sampling = make_sampling(2, rule=rule, temperature=0.3)
     batch = Batch(generator, [32, 0], 40, torch.float32, sampling, 8.0, noise=0.005)
-    check(batch)
-    assert int(batch.verify("kernel").num_tokens.max()) > 8
+    assert int(check(batch).num_tokens.max()) > 8
 
 
 def test_match_looks_past_the_two_likeliest_groups() -> None:

@@ -56,7 +56,7 @@ def served(tokenizer: Tokenizer) -> Served:
     )
 
 
-@pytest.mark.parametrize("num_examples", [10, pytest.param(40, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("num_examples", [6, pytest.param(40, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
 def test_answers_are_those_of_the_document(
     served: Served, method: str, path: str, mode: GenerationMode, num_examples: int

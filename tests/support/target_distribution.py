@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.engine.api import SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.models.gguf_file import transformers_arguments
 
 Sequence = tuple[int, ...]
 DEAD_END = -1  # stands at the end of an output that no token may follow
@@ -71,7 +72,9 @@ def filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 @cache
 def _load(path: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(DEVICE)
+    arguments = transformers_arguments(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **arguments)
+    return model.eval().to(DEVICE)
 
 
 def next_logits(path: Path, sequences: list[list[int]]) -> torch.Tensor:

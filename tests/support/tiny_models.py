@@ -14,6 +14,7 @@ import outrider.engine.models.architectures  # noqa: F401 - registers those that
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 97
 Tiny = Callable[..., Path]  # `tiny_model(architecture, seed=…)` -> model directory
+Quick = Callable[..., Path]  # `quick_model(seed, num_layers)` -> model directory
 _HYBRID: dict[str, object] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
