@@ -13,6 +13,9 @@ from tiny_models import VOCAB, Tiny
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.engine import Engine
+from outrider.engine.memory.device_memory import DeviceMemory
+from outrider.engine.memory.pages import DUMMY_PAGE
+from outrider.engine.memory.sequence import SequenceMemory
 
 ORIGINAL = 1024  # positions before RoPE was stretched
 ROPES: dict[str, dict[str, object]] = {
@@ -33,19 +36,36 @@ ROPES: dict[str, dict[str, object]] = {
         "original_max_position_embeddings": ORIGINAL,
     },
 }
-WINDOW = 64
+WINDOW, COMPUTED_PAGES = 64, 20  # at the end of a prompt, of which the window is a part
 CASES = [
-    ("default", 4096, None),
-    ("yarn", 4096, None),
     ("llama3", 4096, None),
+    ("yarn", 131_072, WINDOW),
     *(
-        pytest.param(rope, num_tokens, window, marks=pytest.mark.deep)
-        for rope in ("linear", "yarn")
-        for num_tokens, window in ((32_768, None), (131_072, WINDOW))
+        pytest.param(*case, marks=pytest.mark.deep)
+        for case in (
+            ("default", 4096, None),
+            ("yarn", 4096, None),
+            ("linear", 131_072, WINDOW),
+            ("yarn", 32_768, None),
+        )
     ),
 ]
 # Rows sum so many numbers in another order than transformers does.
 TOLERANCE = 2e-4
+
+
+def pass_over(memory: DeviceMemory, sequence: SequenceMemory, num_reusable: int) -> int:
+    """As `attach_prefix`, of a prompt of which nothing is read any more but its end: all in front
+    counts as computed, and behind the window.
+    """
+    num_pages = num_reusable // memory.page_size - COMPUTED_PAGES
+    sequence.pages = [[], []]
+    for group in range(2):
+        for column in range(num_pages):
+            sequence.set_page(group, column, DUMMY_PAGE)
+    sequence.num_recorded_pages = num_pages
+    sequence.num_shared_tokens = sequence.num_computed_tokens = num_pages * memory.page_size
+    return sequence.num_shared_tokens
 
 
 @torch.inference_mode()
@@ -71,12 +91,17 @@ def logprobs_by_transformers(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compared in float32 on a CPU")
 @pytest.mark.parametrize(("rope", "num_tokens", "window"), CASES)
 def test_far_positions_are_those_of_transformers(
-    rope: str, num_tokens: int, window: int | None, tiny_model: Tiny
+    rope: str,
+    num_tokens: int,
+    window: int | None,
+    tiny_model: Tiny,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     windows: dict[str, object] = {}
     if window is not None:
         windows = {"sliding_window": window, "use_sliding_window": True}
         windows["layer_types"] = ["sliding_attention"]
+        monkeypatch.setattr(DeviceMemory, "attach_prefix", pass_over)
     path = tiny_model(
         "llama" if window is None else "qwen3",
         hidden_size=16,
