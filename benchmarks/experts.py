@@ -1,7 +1,7 @@
-"""Time the experts of a layer, in MXFP4 or plain, beside the time that their bytes take.
+"""Time the experts of a layer, in any format, beside the time that their bytes take.
 
     python benchmarks/experts.py [--experts 32] [--top-k 4] [--hidden 2880] [--intermediate 2880]
-        [--plain]
+        [--format mxfp4|plain|fp8|fp8-blocks|int4]
 
 Microseconds, medians of CUDA-graph replays over batches whose experts together do not fit the L2
 cache. The floor is the bytes of the experts that some row takes, at --tb-per-s.
@@ -18,18 +18,35 @@ from kernels import DEVICE, time_us
 from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu
 from outrider.kernels.model.experts import add_experts, gated_experts
 from outrider.kernels.model.experts_product import experts_product
-from outrider.kernels.model.narrow_matrix import NarrowMatrix
+from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix
 from outrider.kernels.model.rms_norm import Norm
-from outrider.kernels.model.routing import route
+from outrider.kernels.model.routing import Router, route
 from outrider.kernels.model.split_product import add_parts
 
 ROWS = (1, 8, 32, 64, 256, 4096)
 PARTS = ("route", "gate and up", "down", "sum, norm", "in all")
 NUM_BATCHES = 8
+# Kind, inputs and outputs that share a scale.
+FORMATS: dict[str, tuple[Kind, int, int]] = {
+    "fp8": ("fp8", 1 << 20, 1),
+    "fp8-blocks": ("fp8", 128, 128),
+    "int4": ("int4", 128, 1),
+}
 
 
-def make_matrix(num_experts: int, num_out: int, num_in: int) -> ExpertMatrix:
+def make_narrow(name: str, num_experts: int, num_out: int, num_in: int) -> ExpertMatrix:
     """Random codes, in any order of a row's bytes."""
+    kind, group, rows = FORMATS[name]
+    num_rows, group = num_experts * num_out, min(group, num_in)
+    width = num_in // 2 if kind == "int4" else num_in
+    codes = torch.randint(0, 126, (num_rows, width), dtype=torch.uint8, device=DEVICE)
+    codes = codes.view(torch.float8_e4m3fn if kind == "fp8" else torch.uint8)
+    scale = torch.rand(num_in // group, num_rows // rows, device=DEVICE) / 100
+    matrix = NarrowMatrix(kind, codes, scale.bfloat16(), None, num_in, group, rows)
+    return ExpertMatrix(matrix, None, num_experts)
+
+
+def make_mxfp4(num_experts: int, num_out: int, num_in: int) -> ExpertMatrix:
     rows = num_experts * num_out
     codes = torch.randint(0, 256, (rows, num_in // 2), dtype=torch.uint8, device=DEVICE)
     exponent = torch.randint(118, 123, (num_in // 32, rows), dtype=torch.uint8, device=DEVICE)
@@ -49,8 +66,10 @@ class Experts(NamedTuple):
     glu: Glu
 
 
-def make_experts(num_experts: int, hidden: int, intermediate: int, *, plain: bool) -> Experts:
-    make, glu = (make_plain, SILU) if plain else (make_matrix, Glu(1.702, 7.0, 1.0))
+def make_experts(name: str, num_experts: int, hidden: int, intermediate: int) -> Experts:
+    glu = Glu(1.702, 7.0, 1.0) if name == "mxfp4" else SILU
+    whole = {"mxfp4": make_mxfp4, "plain": make_plain}
+    make = whole[name] if name in whole else partial(make_narrow, name)
     gate_up = make(num_experts, 2 * intermediate, hidden)
     return Experts(gate_up, make(num_experts, hidden, intermediate), glu)
 
@@ -66,7 +85,7 @@ def make_logits(num_rows: int, num_experts: int, top_k: int) -> list[Tensor]:
 def run_layer(
     residual: Tensor, x: Tensor, logits: Tensor, top_k: int, experts: Experts, norm: Norm
 ) -> None:
-    routing = route(logits, top_k)
+    routing = route(logits, Router(top_k))
     gated = gated_experts(x, routing, experts.gate_up, experts.glu)
     add_experts(residual, gated, routing, experts.down, norm)
 
@@ -78,11 +97,11 @@ def time_parts(experts: Experts, num_rows: int, top_k: int, tb_per_s: float) -> 
     x = torch.randn(num_rows, hidden, device=DEVICE).bfloat16()
     residual = torch.zeros_like(x)
     norm = Norm(torch.ones(hidden, device=DEVICE).bfloat16(), 1e-5)
-    routings = [route(each, top_k) for each in logits]
+    routings = [route(each, Router(top_k)) for each in logits]
     gated = experts_product(x, routings[0], experts.gate_up, experts.glu)
     parts = experts_product(gated, routings[0], experts.down, None)
     calls = (
-        [partial(route, each, top_k) for each in logits],
+        [partial(route, each, Router(top_k)) for each in logits],
         [partial(experts_product, x, each, experts.gate_up, experts.glu) for each in routings],
         [partial(experts_product, gated, each, experts.down, None) for each in routings],
         [partial(add_parts, residual, parts, norm)],
@@ -101,9 +120,9 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, default=2880)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--tb-per-s", type=float, default=4.3)
-    parser.add_argument("--plain", action="store_true", help="bfloat16 instead of MXFP4")
+    parser.add_argument("--format", choices=["mxfp4", "plain", *FORMATS], default="mxfp4")
     args = parser.parse_args()
-    experts = make_experts(args.experts, args.hidden, args.intermediate, plain=args.plain)
+    experts = make_experts(args.format, args.experts, args.hidden, args.intermediate)
     print(f"{'rows':>5}" + "".join(f"{name:>13}" for name in ("floor", *PARTS)))
     for num_rows in args.rows:
         times = time_parts(experts, num_rows, args.top_k, args.tb_per_s)

@@ -15,7 +15,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outrider.kernels._dispatch import converts_fp8, uses_triton
-from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, stack
+from outrider.kernels.model.narrow_matrix import (
+    NarrowMatrix,
+    dequantise,
+    stack,
+    without_rounding,
+)
 from outrider.kernels.model.rms_norm import Norm
 
 from .admission import UnsupportedModelError
@@ -81,8 +86,18 @@ class AnyCheckpoint(ABC):
         """The embedding as the matrix of the output layer."""
 
     @abstractmethod
-    def weight(self, shapes: dict[str, tuple[int, int]], axis: Axis | None = None) -> Matrix:
-        """The matrices of layers, by name, stacked; they are not kept. Raises as `linear` does."""
+    def weight(
+        self,
+        shapes: dict[str, tuple[int, int]],
+        axis: Axis | None = None,
+        *,
+        rounds_inputs: bool = True,
+    ) -> Matrix:
+        """The matrices of layers, by name, stacked; they are not kept.
+
+        Inputs are rounded if the format rounds them and `rounds_inputs` is true. Raises as `linear`
+        does.
+        """
 
     @abstractmethod
     def unread(self) -> set[str]:
@@ -234,12 +249,20 @@ class Checkpoint(AnyCheckpoint):
         matrix = self._read(self, EMBEDDING) if self._read else None
         return Dense(embedding) if matrix is None else self._narrow(matrix)
 
-    def weight(self, shapes: dict[str, tuple[int, int]], axis: Axis | None = None) -> Matrix:
+    def weight(
+        self,
+        shapes: dict[str, tuple[int, int]],
+        axis: Axis | None = None,
+        *,
+        rounds_inputs: bool = True,
+    ) -> Matrix:
         names = [f"{layer}.weight" for layer in shapes]
         for name, shape in zip(names, shapes.values(), strict=True):
             if name in self:
                 check_shape(name, self.view(name).shape, self.share.whole(shape, axis))
         matrices = [self._read(self, layer) if self._read else None for layer in shapes]
+        if not rounds_inputs:
+            matrices = [each and without_rounding(each) for each in matrices]
         narrow = [matrix for matrix in matrices if matrix is not None]
         if not narrow:
             return Dense(self.stacked(*names, axis=axis))

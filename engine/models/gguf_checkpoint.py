@@ -126,7 +126,13 @@ class GgufCheckpoint(AnyCheckpoint):
         num_tokens, width = embedding.shape
         return self.weight({EMBEDDING: (num_tokens, width)})
 
-    def weight(self, shapes: dict[str, tuple[int, int]], axis: Axis | None = None) -> Matrix:
+    def weight(
+        self,
+        shapes: dict[str, tuple[int, int]],
+        axis: Axis | None = None,
+        *,
+        rounds_inputs: bool = True,
+    ) -> Matrix:
         names = [f"{name}.weight" for name in shapes]
         layouts = {self._file.format_of(_gguf_name(name)).layout for name in names}
         for name, shape in zip(names, shapes.values(), strict=True):

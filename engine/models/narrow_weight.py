@@ -22,26 +22,26 @@ class Narrow(Matrix):
         self, matrix: NarrowMatrix, dtype: torch.dtype, *, batch_invariant: bool = False
     ) -> None:
         """`dtype` is the model's. If `batch_invariant`, a row's bits do not depend on the batch."""
-        self._matrix, self._dtype, self.batch_invariant = matrix, dtype, batch_invariant
+        self.matrix, self._dtype, self.batch_invariant = matrix, dtype, batch_invariant
         self.shape = matrix.shape
         self.num_bytes = matrix.num_bytes
         self.format = matrix.kind
 
     def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
-        return narrow_linear(x, self._matrix, bias, batch_invariant=self.batch_invariant, **fused)
+        return narrow_linear(x, self.matrix, bias, batch_invariant=self.batch_invariant, **fused)
 
     def add_to(
         self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
     ) -> Normed | None:
         return add_narrow_linear(
-            residual, x, self._matrix, bias, norm=norm, batch_invariant=self.batch_invariant
+            residual, x, self.matrix, bias, norm=norm, batch_invariant=self.batch_invariant
         )
 
     def dequantised(self) -> Tensor:
-        return dequantise(self._matrix, self._dtype)
+        return dequantise(self.matrix, self._dtype)
 
     def as_batch_invariant(self, bias: Tensor | None) -> "Narrow":
-        return Narrow(self._matrix, self._dtype, batch_invariant=True)
+        return Narrow(self.matrix, self._dtype, batch_invariant=True)
 
 
 class Scaled(Narrow):
@@ -60,15 +60,15 @@ class Scaled(Narrow):
         return norm._replace(rounds=self._row_format)
 
     def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
-        return scaled_linear(x, self._matrix, bias, **fused)
+        return scaled_linear(x, self.matrix, bias, **fused)
 
     def multiply_codes(self, rows: RowCodes, bias: Tensor | None, *, gated: bool) -> Tensor:
-        return scaled_linear(rows, self._matrix, bias, gated=gated)
+        return scaled_linear(rows, self.matrix, bias, gated=gated)
 
     def add_to(
         self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
     ) -> Normed | None:
-        return add_scaled_linear(residual, x, self._matrix, bias, norm=norm)
+        return add_scaled_linear(residual, x, self.matrix, bias, norm=norm)
 
     def taken(self, x: Tensor, output: int) -> Tensor:
         return rounded_rows(x, self._row_format)

@@ -1,4 +1,4 @@
-"""The matrices of a mixture of experts: plain, or with 4 bits a number (MXFP4)."""
+"""The matrices of a mixture of experts: plain, or with 4 or 8 bits a number."""
 
 import math
 from typing import NamedTuple
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from .narrow_matrix import NarrowMatrix, dequantise
 
-GROUP = 32  # inputs that share a scale
+GROUP = 32  # inputs that share a scale in MXFP4
 
 
 class ExpertMatrix(NamedTuple):
     """The same linear layer of every expert, stacked."""
 
-    matrix: Tensor | NarrowMatrix  # [E * N, K]; narrow ones are fp4, scales e8m0 of 32 inputs
+    matrix: Tensor | NarrowMatrix  # [E * N, K]; narrow: inputs in order, scales within an expert
     bias: Tensor | None  # [E * N]
     num_experts: int  # E
 
@@ -56,4 +56,12 @@ def part_of(matrix: Tensor | NarrowMatrix, expert: int, num_experts: int) -> Ten
     part = slice(expert * num_out, (expert + 1) * num_out)
     if not isinstance(matrix, NarrowMatrix):
         return matrix[part]
-    return matrix._replace(codes=matrix.codes[part], scale=matrix.scale[:, part])
+    scale = matrix.scale[:, part.start // matrix.rows : -(-part.stop // matrix.rows)]
+    zero = None if matrix.zero is None else matrix.zero[:, part]
+    return matrix._replace(codes=matrix.codes[part], scale=scale, zero=zero)
+
+
+def is_mxfp4(matrix: NarrowMatrix) -> bool:
+    """Whether its scales are powers of two, of 32 inputs, stored as exponents."""
+    is_power = matrix.scale.dtype == torch.float8_e8m0fnu
+    return matrix.kind == "fp4" and matrix.group == GROUP and is_power

@@ -1,11 +1,11 @@
-"""A mixture of experts, gated MLPs whose matrices are plain or have 4 bits a number (MXFP4):
+"""A mixture of experts, gated MLPs whose matrices are plain or have 4 or 8 bits a number:
 
     y += sum over a row's experts of weight * down(glu(gate_up(x)))
 
-A program multiplies a tile of rows that share an expert by some outputs of it. Codes and scales
-become numbers of x's dtype, which holds them exactly, on their way to the tensor cores; sums are
-float32. An output adds up its inputs in one order, whatever the tile, so the bits of a row do not
-depend on the batch.
+A program multiplies a tile of rows that share an expert by some outputs of it. Codes become numbers
+of x's dtype, which holds them exactly, on their way to the tensor cores; sums are float32. An
+output adds up its inputs in one order, whatever the tile, so the bits of a row do not depend on the
+batch.
 """
 
 from collections.abc import Callable

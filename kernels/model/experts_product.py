@@ -1,10 +1,13 @@
 """The kernel of products with experts' matrices, and how it is launched.
 
 A program multiplies a tile of rows that share an expert by some of its outputs. Blocks of a plain
-matrix come through shared memory. As in `narrow_product.py`, codes go from memory straight into the
-registers of the threads that multiply by them, those of the next steps while some are multiplied. A
-scale is a power of two, so it goes into the number that a code becomes, which stays exact.
+matrix come through shared memory. Codes go from memory straight into the registers of the threads
+that multiply by them, those of the next steps while some are multiplied: as `narrow_product.py`
+does it or, in MXFP4, with the scale in the number that a code becomes. It is a power of two, so the
+number stays exact.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,37 +16,73 @@ from .._dispatch import num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .e2m1 import scaled_from_e2m1, unscaled
-from .expert_matrix import GROUP, ExpertMatrix, Glu
-from .narrow_matrix import NarrowMatrix
+from .expert_matrix import GROUP, ExpertMatrix, Glu, is_mxfp4
+from .narrow_matrix import NarrowMatrix, has_4_bits
 from .narrow_numbers import in_order_by_warp, output_by_warp
-from .narrow_product import codes_of_steps
+from .narrow_product import codes_of_steps, share_of_product
 from .routing import Routing
 
 _STEP_BYTES = 128  # of a plain matrix's row, in a step
 
 
-def _tiling(size: int, num_steps: int) -> dict[str, int]:
-    """Outputs of a tile of `size` pairs, steps of a loop, warps, and loops loaded ahead.
+class _Numbers(NamedTuple):
+    """A matrix as the kernel takes it."""
 
-    No sum depends on these.
-    """
-    if size == 128:
-        # With 128 registers a thread, two programs share a multiprocessor.
-        return {"BLOCK_N": 128, "STEPS": 1, "num_warps": 8, "num_stages": 4, "maxnreg": 128}
-    # Several steps in a loop cost fewer instructions.
-    most = 5 if size < 64 else 3
-    steps = next(n for n in range(most, 0, -1) if num_steps % n == 0)
-    return {"BLOCK_N": 64, "STEPS": steps, "num_warps": 4, "num_stages": 3}
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    options: dict[str, Any]  # constants, warps, and loops loaded ahead; the tiling changes no sum
 
 
-def _plain_tiling(size: int, x: Tensor) -> dict[str, int]:
-    """Outputs of a tile of `size` pairs, inputs of a step, warps, and steps loaded ahead.
+def _of_plain(matrix: Tensor, x: Tensor, size: int) -> _Numbers:
+    """For tiles of `size` pairs.
 
     The inputs of a step are the same for all sizes, since sums depend on them.
     """
+    assert matrix.is_contiguous()
+    assert matrix.dtype == x.dtype
     outs, step = (128 if size == 128 else 64), _STEP_BYTES // x.element_size()
     stages = num_stages_of(3, (outs + size) * _STEP_BYTES, x.device)
-    return {"BLOCK_N": outs, "STEPS": step, "num_warps": outs // 16, "num_stages": stages}
+    tiling = {"BLOCK_N": outs, "STEPS": 1, "num_warps": outs // 16, "num_stages": stages}
+    options = {"KIND": "plain", "WIDTH": matrix.shape[1], "GROUP": 0, "ROWS": 1, "CHUNK": 0}
+    return _Numbers(matrix, None, None, options | {"STEP": step} | tiling)
+
+
+def _of_mxfp4(matrix: NarrowMatrix, x: Tensor, size: int) -> _Numbers:
+    """For tiles of `size` pairs."""
+    assert matrix.num_in % (2 * GROUP) == 0
+    assert x.dtype != torch.float16, "it cannot hold every number of MXFP4"
+    width = matrix.codes.shape[1]
+    if size == 128:
+        # With 128 registers a thread, two programs share a multiprocessor.
+        tiling = {"BLOCK_N": 128, "STEPS": 1, "num_warps": 8, "num_stages": 4, "maxnreg": 128}
+    else:
+        # Several steps in a loop cost fewer instructions.
+        most = 5 if size < 64 else 3
+        steps = next(n for n in range(most, 0, -1) if width // GROUP % n == 0)
+        tiling = {"BLOCK_N": 64, "STEPS": steps, "num_warps": 4, "num_stages": 3}
+    numbers = _of_narrow(matrix, x, size)
+    options = numbers.options | {"KIND": "mxfp4"} | tiling
+    return numbers._replace(scale=matrix.scale.view(torch.uint8), options=options)
+
+
+def _of_narrow(matrix: NarrowMatrix, x: Tensor, size: int) -> _Numbers:
+    """For tiles of `size` pairs."""
+    assert matrix.scale.is_contiguous()
+    assert matrix.zero is None or matrix.zero.is_contiguous()
+    assert matrix.order is None
+    assert not matrix.rounds_inputs
+    width, half = matrix.codes.shape[1], matrix.half
+    outs, num_warps = (128, 8) if size == 128 else (64, 4)
+    steps = 2 if size <= 32 and width % (2 * half) == 0 else 1
+    num_inputs = steps * half * (2 if has_4_bits(matrix.kind) else 1)
+    stages = num_stages_of(3, size * num_inputs * x.element_size(), x.device)
+    tiling = {"BLOCK_N": outs, "STEPS": steps, "num_warps": num_warps, "num_stages": stages}
+    options = {
+        "KIND": matrix.kind, "WIDTH": width, "GROUP": matrix.group, "ROWS": matrix.rows,
+        "STEP": half, "CHUNK": matrix.chunk,
+    }  # fmt: skip
+    return _Numbers(matrix.codes.view(torch.int32), matrix.scale, matrix.zero, options | tiling)
 
 
 def experts_product(x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu | None) -> Tensor:
@@ -60,21 +99,11 @@ def experts_product(x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu |
     assert matrix.shape[1] == x.shape[1]
     assert x.stride(-1) == 1
     num_tiles, size = routing.tiles.pairs.shape
-    if isinstance(matrix, NarrowMatrix):
-        assert matrix.kind == "fp4"
-        assert matrix.group == GROUP
-        assert matrix.num_in % (2 * GROUP) == 0
-        assert matrix.scale.is_contiguous()
-        assert x.dtype != torch.float16, "it cannot hold every number of MXFP4"
-        codes, scale = matrix.codes.view(torch.int32), matrix.scale.view(torch.uint8)
-        width = matrix.codes.shape[1]
-        tiling = _tiling(size, width // GROUP)
+    if not isinstance(matrix, NarrowMatrix):
+        numbers = _of_plain(matrix, x, size)
     else:
-        assert matrix.is_contiguous()
-        assert matrix.dtype == x.dtype
-        codes, scale, width = matrix, None, matrix.shape[1]
-        tiling = _plain_tiling(size, x)
-    num_tiles *= triton.cdiv(num_out, tiling["BLOCK_N"])
+        numbers = _of_mxfp4(matrix, x, size) if is_mxfp4(matrix) else _of_narrow(matrix, x, size)
+    num_tiles *= triton.cdiv(num_out, numbers.options["BLOCK_N"])
     shape = (num_pairs, num_out // 2) if glu else (top_k, num_rows, num_out)
     out = x.new_empty(shape)
     _experts_kernel[(num_tiles,)](
@@ -82,23 +111,25 @@ def experts_product(x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu |
         x,
         routing.weights,
         *routing.tiles,
-        codes,
-        scale,
+        numbers.codes,
+        numbers.scale,
+        numbers.zero,
         layer.bias,
         *(glu or (0.0, 0.0, 0.0)),
         num_rows,
         num_out // 2 if glu else num_out,
         x.stride(0),
+        0 if numbers.scale is None else numbers.scale.stride(0),
         layer.num_experts,
         TOP_K=top_k,
         NUM_ROWS=matrix.shape[0],
-        WIDTH=width,
+        NUM_IN=matrix.shape[1],
         GATED=glu is not None,
         BLOCK_M=size,
-        WARPS=tiling["num_warps"],
+        WARPS=numbers.options["num_warps"],
         IN_PAIRS=x.is_cuda and x.element_size() == 2,
         enable_fp_fusion=False,  # otherwise only some of these kernels might fuse a sum
-        **tiling,
+        **numbers.options,
         **dependent_launch(x.device),
     )  # fmt: skip
     return out
@@ -111,8 +142,9 @@ def _experts_kernel(
     weights_ptr,  # [num_rows * TOP_K]
     experts_ptr,  # [tiles]
     pairs_ptr,  # [tiles, BLOCK_M]
-    codes_ptr,  # [experts * outputs, WIDTH / 4] words; outputs: num_out or, GATED, 2 * num_out
-    scale_ptr,  # [groups, experts * outputs] exponents, 127 too large; None: codes are numbers
+    codes_ptr,  # [experts * outputs, WIDTH / 4] words, or the plain matrix, WIDTH = NUM_IN
+    scale_ptr,  # [groups, experts * outputs / ROWS], or None; MXFP4: exponents, 127 too large
+    zero_ptr,  # [groups, experts * outputs], or None
     bias_ptr,  # [experts * outputs], or None
     alpha,
     limit,
@@ -120,10 +152,17 @@ def _experts_kernel(
     num_rows,
     num_out,
     x_stride,
+    scale_stride,
     num_experts,
+    KIND: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_ROWS: tl.constexpr,
+    NUM_IN: tl.constexpr,
     WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
     STEPS: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -157,20 +196,29 @@ def _experts_kernel(
         weight_row = expert * num_weight_rows + in_expert
         x_row = pair // TOP_K if GATED else pair
         x_at = x_ptr + tl.where(is_pair, x_row, 0).to(tl.int64) * x_stride
-        if scale_ptr is None:
+        if KIND == "plain":
             weight_at = codes_ptr + weight_row.to(tl.int64)[:, None] * WIDTH
             total = _plain_sums(
                 x_at, weight_at, is_pair, is_out[:, None],
-                WIDTH, STEPS, BLOCK_M, BLOCK_N, DEPENDENT and not GATED,
+                WIDTH, STEP, BLOCK_M, BLOCK_N, DEPENDENT and not GATED,
             )  # fmt: skip
         else:
             read_row = expert * num_weight_rows + read_in_expert
             codes_at = codes_ptr + read_row.to(tl.int64)[:, None] * (WIDTH // 4)
-            scale_at = scale_ptr + read_row
-            total = _sums(
-                x_at, codes_at, scale_at, is_pair, is_read,
-                NUM_ROWS, WIDTH, STEPS, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not GATED,
-            )  # fmt: skip
+            if KIND == "mxfp4":
+                total = _mxfp4_sums(
+                    x_at, codes_at, scale_ptr + read_row, is_pair, is_read, NUM_ROWS, WIDTH, STEPS,
+                    IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not GATED,
+                )  # fmt: skip
+            else:
+                scale_at, zero_at = scale_ptr + weight_row // ROWS, zero_ptr
+                if zero_ptr is not None:
+                    zero_at = zero_ptr + weight_row
+                total = share_of_product(
+                    x_at, codes_at, scale_at, zero_at, is_pair, is_out, is_read, scale_stride,
+                    NUM_ROWS, 0, KIND, NUM_IN, WIDTH, WIDTH, GROUP, STEP, STEPS, CHUNK, IN_PAIRS,
+                    BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not GATED,
+                )  # fmt: skip
         pair = tl.load(pairs_at, cache_modifier=".cg")  # again: kept, it would spill registers
         is_pair = pair < num_rows * TOP_K
         if bias_ptr is not None:
@@ -200,7 +248,7 @@ def _plain_sums(
     x_at, weight_at, is_pair, is_out, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """`_sums` of a plain matrix."""
+    """`_mxfp4_sums` of a plain matrix."""
     k = tl.arange(0, BLOCK_K)
     y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     wait_for_inputs(WAITS)
@@ -213,7 +261,7 @@ def _plain_sums(
 
 
 @triton.jit
-def _sums(
+def _mxfp4_sums(
     x_at, codes_at, scale_at, is_pair, is_read, NUM_ROWS: tl.constexpr,
     WIDTH: tl.constexpr, STEPS: tl.constexpr, IN_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WARPS: tl.constexpr, WAITS: tl.constexpr,

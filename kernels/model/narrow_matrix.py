@@ -144,6 +144,16 @@ def narrow_matrix(
     return NarrowMatrix(kind, codes, scale, zero, num_in, group, rows, order)
 
 
+def without_rounding(matrix: NarrowMatrix) -> NarrowMatrix:
+    """The same matrix for inputs as they come."""
+    if not matrix.rounds_inputs:
+        return matrix
+    codes = matrix.codes[:, : matrix.num_in]
+    return narrow_matrix(
+        matrix.kind, codes, matrix.scale, group=matrix.group, rows=matrix.rows, zero=matrix.zero
+    )
+
+
 def stack(matrices: Sequence[NarrowMatrix]) -> NarrowMatrix | None:
     """The matrices stacked into one; None if their formats differ."""
     first = matrices[0]

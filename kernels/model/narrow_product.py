@@ -168,10 +168,11 @@ def _narrow_kernel(
     split = 0
     if parts_ptr is not None:
         split = tl.program_id(1)
-    total = _share(
-        x_ptr, codes_at, scale_at, zero_at, row, is_row, is_out, is_read, x_stride, scale_stride,
-        num_weight_rows, split, KIND, NUM_IN, WIDTH, SHARE, GROUP, STEP, STEPS, CHUNK, IN_PAIRS,
-        BLOCK_M, BLOCK_N, WARPS, DEPENDENT,
+    x_at = x_ptr + row * x_stride
+    total = share_of_product(
+        x_at, codes_at, scale_at, zero_at, is_row, is_out, is_read, scale_stride, num_weight_rows,
+        split, KIND, NUM_IN, WIDTH, SHARE, GROUP, STEP, STEPS, CHUNK, IN_PAIRS, BLOCK_M, BLOCK_N,
+        WARPS, DEPENDENT,
     )  # fmt: skip
     if parts_ptr is not None:
         part_at = parts_ptr + row * num_weight_rows + weight_row[:, None]
@@ -194,10 +195,10 @@ def _narrow_kernel(
             out_at = out_ptr + row * num_out + n[:, None]
             total += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
         for each in tl.static_range(1, SPLITS):
-            total += _share(
-                x_ptr, codes_at, scale_at, zero_at, row, is_row, is_out, is_read, x_stride,
-                scale_stride, num_weight_rows, each, KIND, NUM_IN, WIDTH, SHARE, GROUP, STEP, STEPS,
-                CHUNK, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, False,
+            total += share_of_product(
+                x_at, codes_at, scale_at, zero_at, is_row, is_out, is_read, scale_stride,
+                num_weight_rows, each, KIND, NUM_IN, WIDTH, SHARE, GROUP, STEP, STEPS, CHUNK,
+                IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, False,
             )  # fmt: skip
     if out_ptr is not None:
         if bias_ptr is not None:
@@ -221,24 +222,26 @@ def _narrow_kernel(
 
 
 @triton.jit
-def _share(
-    x_ptr, codes_at, scale_at, zero_at, row, is_row, is_out, is_read, x_stride, scale_stride,
-    zero_stride, split, KIND: tl.constexpr, NUM_IN: tl.constexpr, WIDTH: tl.constexpr,
-    SHARE: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
-    CHUNK: tl.constexpr, IN_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WARPS: tl.constexpr, WAITS: tl.constexpr,
+def share_of_product(
+    x_at, codes_at, scale_at, zero_at, is_row, is_out, is_read, scale_stride, zero_stride, split,
+    KIND: tl.constexpr, NUM_IN: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr,
+    GROUP: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
+    IN_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
     """Products over one split of the inputs, scaled; with WAITS the inputs are not there yet.
 
-    Shape: [BLOCK_N, BLOCK_M] float32.
+    Shape: x_at, is_row [1, BLOCK_M], where rows begin; codes_at, is_read [BLOCK_N, 1], in the order
+    of `output_by_warp`; scale_at, zero_at, is_out [BLOCK_N] -> [BLOCK_N, BLOCK_M] float32.
     """
+    DTYPE: tl.constexpr = x_at.dtype.element_ty
     HALVES: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
     ONE_GROUP: tl.constexpr = GROUP >= NUM_IN
     CHUNKS: tl.constexpr = STEP // CHUNK
     PARTS: tl.constexpr = STEPS * HALVES
     begin = split * SHARE
     codes = codes_of_steps(codes_at, is_read, begin, WIDTH, STEP, STEPS, CHUNK)
-    x_at = x_ptr + row * x_stride + tl.arange(0, CHUNK)[:, None]
+    x_at += tl.arange(0, CHUNK)[:, None]
     y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     scales = _of_groups(scale_at, scale_stride, is_out, begin * HALVES, NUM_IN, GROUP, STEP, PARTS)
     zeros = scales
@@ -267,7 +270,7 @@ def _share(
                     now[i // HALVES * CHUNKS + chunk],
                     zero_at is not None,
                     KIND,
-                    x_ptr.dtype.element_ty,
+                    DTYPE,
                     IN_PAIRS,
                 )
                 weight = low
@@ -277,7 +280,7 @@ def _share(
                 if zero_at is not None:
                     zero = zeros_now[i].to(tl.float32)
                     if KIND == "int4" and IN_PAIRS:
-                        zero += 128.0 if x_ptr.dtype.element_ty == tl.bfloat16 else 1024.0
+                        zero += 128.0 if tl.bfloat16 == DTYPE else 1024.0
                     weight = weight - zero.to(weight.dtype)[:, None]
                 k = start * HALVES + i * STEP + chunk * CHUNK
                 in_x = is_row

@@ -11,8 +11,8 @@ import pytest
 import torch
 from engines import GREEDY, engine_config, is_greedy, prompts, run, tokens
 from heads import save_tiny_head
-from paged import PROMPT, check_against_eager, run_prompt
-from quantised import quantise, quantise_experts
+from paged import PROMPT, check_against_eager, eager_logits, run_prompt
+from quantised import FORMATS, quantise, quantise_experts
 from safetensors.torch import load_file, save_file
 from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor, with_stacked_experts
 from transformers import AutoModelForCausalLM
@@ -24,6 +24,7 @@ from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel
 from outrider.engine.models.loading import load_network
+from outrider.engine.models.parts.experts import StackedExperts
 from outrider.kernels.cpu.layers import compiled
 
 SHAPE = {
@@ -269,27 +270,66 @@ def test_experts_that_differ_from_the_config_are_refused_by_name(
         load(path)
 
 
-@pytest.mark.skipif(HAS_KERNELS, reason="kernels know plain experts and those in MXFP4")
-@pytest.mark.parametrize("name", ["fp8 of blocks", "ct int8", "gptq, zero points"])
-def test_experts_in_any_format_run_on_a_cpu(name: str, tiny_model: Tiny, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    plain = tiny_model("qwen3_moe", hidden_size=64, moe_intermediate_size=64, head_dim=32)
-    path = quantise(plain, tmp_path, name)
-    network = load(path)
-    assert type(network) is Decoder
-    eager = AutoModelForCausalLM.from_pretrained(tmp_path / "meant", attn_implementation="eager")
-    with torch.inference_mode():
-        expected = eager(PROMPT[None]).logits[0]
-    torch.testing.assert_close(run_prompt(network).logits, expected, rtol=1e-3, atol=1e-3)
+PUBLISHED = {  # for what models
+    "awq": "qwen3_moe",
+    "gptq": "qwen3_moe",
+    "gptq, zero points": "qwen3_moe",
+    "fp8 of blocks, inputs too": "qwen3_moe",
+    "fp8 of tensors": "mixtral",
+    "ct fp8 of rows, inputs too": "glm4_moe",
+    "ct 4 bits": "glm4_moe",
+    "ct 4 bits, zero points": "qwen3_moe",
+    "ct int8": "qwen3_moe",
+    "ct mxfp4": "qwen3_moe",
+}
+WIDE = {"hidden_size": 192, "head_dim": 32, "num_hidden_layers": 2}
+INNER = {"moe_intermediate_size": 192, "intermediate_size": 320, "n_shared_experts": 1}
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="a CPU has a product for each expert")
-def test_experts_in_a_format_that_no_kernel_knows_are_refused(
-    tiny_model: Tiny, tmp_path: Path
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_experts_in_any_format_are_those_that_the_codes_mean(
+    name: str, tiny_model: Tiny, tmp_path: Path
 ) -> None:
-    path = quantise(tiny_model("qwen3_moe"), tmp_path, "ct fp8 of rows")
-    with pytest.raises(UnsupportedModelError, match="no kernel multiplies by experts in fp8"):
-        load(path)
+    """Inputs of other layers are rounded if the format says so, those of experts are not."""
+    torch.manual_seed(0)
+    architecture = PUBLISHED[name]
+    inner = {"intermediate_size": 192} if architecture == "mixtral" else INNER
+    plain = tiny_model(architecture, scale=0.1, **WIDE, **inner)
+    network = load(quantise(plain, tmp_path, name))
+    assert type(network) is Decoder
+    got = run_prompt(network).logits
+    expected = eager_logits(tmp_path / "meant", FORMATS[name].inputs)
+    if "inputs too" in name:  # the least difference may turn a code to the next one
+        rounding = (expected - eager_logits(tmp_path / "meant")).norm()
+        assert (got - expected).norm() < 0.7 * rounding < 0.14 * expected.norm()
+    else:
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+    mlp = next(block.mlp for block in network.blocks if block.mlp.chooser)
+    weights = [mlp.gate_up.weight, mlp.down.weight]
+    assert all(weight.input_eps == 0 for weight in weights)
+    if HAS_KERNELS:
+        assert all(type(weight) is StackedExperts and weight.format for weight in weights)
+        taken = mlp.router.top_k / mlp.router_layer.weight.shape[0]
+        num_numbers = sum(weight.shape[0] * weight.shape[1] for weight in weights) * taken
+        bits = 8 * sum(weight.num_bytes for weight in weights) / num_numbers
+        assert bits < (9 if "8" in name else 6)
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_plain_experts_are_rounded_on_the_way_but_not_their_router(
+    is_draft: bool, tiny_model: Tiny
+) -> None:
+    path = tiny_model("glm4_moe", scale=0.1)
+    config = ModelConfig(path=str(path), dtype="float32", quantization="fp8")
+    network = load_network(config, DEVICE, is_draft=is_draft)
+    assert type(network) is Decoder
+    plain = load(path).blocks[-1].mlp
+    mlp = network.blocks[-1].mlp
+    assert torch.equal(
+        mlp.router_layer.weight.dequantised(), plain.router_layer.weight.dequantised()
+    )
+    rounded, whole = mlp.down.weight.dequantised(), plain.down.weight.dequantised()
+    assert 1e-3 < (rounded - whole).norm() / whole.norm() < 0.05
 
 
 @pytest.mark.skipif(HAS_KERNELS, reason="a CPU's draft")

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from paged import PROMPT, check_against_eager, run_prompt
-from quantised import FORMATS, Format, quantise
+from paged import check_against_eager, eager_logits, run_prompt
+from quantised import FORMATS, quantise
 from safetensors.torch import load_file, save_file
 from tiny_models import DEVICE, Tiny, change_config, change_tensor
-from transformers import AutoModelForCausalLM
 from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
@@ -40,17 +39,6 @@ def load(path: Path, **options: Any) -> Any:
     return load_network(config, DEVICE)
 
 
-@torch.inference_mode()
-def eager(path: Path, format_: Format | None = None) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").to(DEVICE)
-    inputs = format_.inputs if format_ is not None else lambda x: x
-    for name, module in model.named_modules():
-        if name.endswith("_proj"):
-            module.register_forward_pre_hook(lambda _, args: (inputs(args[0]),))
-    logits: torch.Tensor = model(PROMPT[None]).logits[0]
-    return logits
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_logits_are_those_of_the_matrices_that_the_codes_mean(
     name: str, plain: Path, tmp_path: Path
@@ -60,15 +48,15 @@ def test_logits_are_those_of_the_matrices_that_the_codes_mean(
     network = load(path)
     assert isinstance(network, Decoder)
     got = run_prompt(network).logits
-    expected = eager(tmp_path / "meant", FORMATS[name])
+    expected = eager_logits(tmp_path / "meant", FORMATS[name].inputs)
     rounds_inputs = "inputs too" in name
     if rounds_inputs:  # the least difference may turn a code to the next one, here and there
-        rounding = (expected - eager(tmp_path / "meant")).norm()
+        rounding = (expected - eager_logits(tmp_path / "meant")).norm()
         # A GPU's tensor cores add e4m3 with 14 bits; other codes would be 1.4 away.
         assert (got - expected).norm() < 0.7 * rounding < 0.14 * expected.norm()
     else:
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
-    difference = (expected - eager(plain)).norm() / expected.norm()
+    difference = (expected - eager_logits(plain)).norm() / expected.norm()
     assert difference > 1e-2  # the formats round, or the test would prove nothing
     weights = [linear.weight for linear in network.blocks[0].linears]
     assert all((weight.input_eps > 0) == rounds_inputs for weight in weights)
@@ -90,7 +78,7 @@ def test_layers_that_were_left_out_stay_plain(name: str, plain: Path, tmp_path: 
     path = quantise(plain, tmp_path, name, leave=("k_proj", "up_proj", "1.mlp.down_proj"))
     network = load(path)
     got = run_prompt(network).logits
-    expected = eager(tmp_path / "meant")
+    expected = eager_logits(tmp_path / "meant")
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     if HAS_KERNELS:
         assert isinstance(network.blocks[0].mixer.qkv.weight, Stacked)
@@ -135,7 +123,7 @@ def test_a_plain_checkpoint_is_rounded_on_the_way(
     network = load_network(config, DEVICE, is_draft=is_draft)
     assert isinstance(network, Decoder)
     got = run_prompt(network).logits
-    expected = eager(path)
+    expected = eager_logits(path)
     error = (got - expected).norm() / expected.norm()
     assert 1e-3 < error < 0.2
     # The embedding is looked up as it was; the head is rounded in a draft, which may be wrong.

@@ -1,4 +1,4 @@
-"""Mixtures of experts, plain or in MXFP4, against the formulas over plain matrices."""
+"""Mixtures of experts, plain or in 4 or 8 bits, against the formulas over plain matrices."""
 
 from itertools import count
 from typing import Any, NamedTuple
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as functional
+from products import ALL, NumberFormat, narrow_of
 from verification import DEVICE, HAS_KERNELS
 
 from outrider.kernels.model import expert_tiles
@@ -23,6 +24,15 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
 from outrider.kernels.model.routing import Router, Routing, choose_reference, route
 from outrider.kernels.model.row_codes import Normed
 
+NARROW: dict[str, NumberFormat] = {
+    "fp8, one scale": ("fp8", ALL, 64, False),
+    "fp8 of rows": ("fp8", ALL, 1, False),
+    "fp8 of blocks": ("fp8", 128, 64, False),
+    "int8 of rows": ("int8", ALL, 1, False),
+    "int4": ("int4", 128, 1, False),
+    "int4, zero points": ("int4", 32, 1, True),
+    "fp4": ("fp4", 32, 1, False),
+}
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 _seeds = count()
 
@@ -62,12 +72,28 @@ def make_plain(
     return Experts(matrix(2 * inner, width), matrix(width, inner), SILU)
 
 
+def make_narrow(name: str, num_experts: int, width: int, inner: int) -> Experts:
+    def matrix(num_out: int, num_in: int) -> ExpertMatrix:
+        made = narrow_of(NARROW[name], num_experts * num_out, num_in)
+        return ExpertMatrix(made, None, num_experts)
+
+    return Experts(matrix(2 * inner, width), matrix(width, inner), SILU)
+
+
 def of_bfloat16(experts: Experts) -> Experts:
     def matrix(layer: ExpertMatrix) -> ExpertMatrix:
         assert layer.bias is not None
         return layer._replace(bias=layer.bias.bfloat16())
 
     return experts._replace(gate_up=matrix(experts.gate_up), down=matrix(experts.down))
+
+
+def make_of_bfloat16(name: str, num_experts: int, width: int) -> Experts:
+    if name == "plain":
+        return make_plain(num_experts, width, width, torch.bfloat16)
+    if name == "mxfp4":
+        return of_bfloat16(make(num_experts, width, width))
+    return make_narrow(name, num_experts, width, width)
 
 
 def add(
@@ -252,16 +278,33 @@ def test_kernel_equals_the_formulas(num_rows: int, with_norm: bool, is_plain: bo
         )
 
 
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "num_rows", "size"),
+    [(name, *((1, 16), (9, 32), (17, 128))[i % 3]) for i, name in enumerate(sorted(NARROW))],
+)
+def test_narrow_matrices_of_every_format(
+    name: str, num_rows: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_tiles, "_TILES", (size,))
+    experts, x = make_narrow(name, 3, 192, 96), randn(num_rows, 192)
+    routing = route(randn(num_rows, 3), Router(2))
+    residual, plain = torch.zeros_like(x), torch.zeros_like(x)
+    add(residual, x, routing, experts)
+    add_reference(plain, x, routing, experts)
+    expected = by_row(x, routing, experts)
+    for got in (residual, plain):
+        assert (got.double() - expected).norm() < 1e-5 * expected.norm()
+
+
 @pytest.mark.skipif(DEVICE.type == "cpu" and HAS_KERNELS, reason="the interpreter lacks bfloat16")
 @pytest.mark.parametrize("num_rows", [1, 40, 300])
 @pytest.mark.parametrize("width", [64, 128, 448])  # a loop of one turn, longer ones, several turns
-@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("name", ["plain", "mxfp4", *sorted(NARROW)])
 def test_bfloat16_equals_the_formulas_but_for_rounding(
-    num_rows: int, width: int, is_plain: bool
+    num_rows: int, width: int, name: str
 ) -> None:
-    plain, narrow = make_plain(3, width, width, torch.bfloat16), make(3, width, width)
-    experts = plain if is_plain else of_bfloat16(narrow)
-    x = randn(num_rows, width).bfloat16()
+    experts, x = make_of_bfloat16(name, 3, width), randn(num_rows, width).bfloat16()
     routing = route(randn(num_rows, 3), Router(2))
     residual = torch.zeros_like(x)
     add(residual, x, routing, experts)
@@ -325,10 +368,9 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter's products are numpy's")
-@pytest.mark.parametrize("is_plain", [False, True])
-def test_a_row_comes_out_the_same_in_any_company(is_plain: bool) -> None:
-    plain, narrow = make_plain(8, 960, 960, torch.bfloat16), make(8, 960, 960)
-    experts = plain if is_plain else of_bfloat16(narrow)
+@pytest.mark.parametrize("name", ["plain", "mxfp4", *sorted(NARROW)])
+def test_a_row_comes_out_the_same_in_any_company(name: str) -> None:
+    experts = make_of_bfloat16(name, 8, 960)
     logits, x = randn(900, 8), randn(900, 960).bfloat16()
 
     def outputs(some: slice) -> torch.Tensor:
@@ -337,5 +379,6 @@ def test_a_row_comes_out_the_same_in_any_company(is_plain: bool) -> None:
         return out
 
     whole = outputs(slice(None))
-    for first, last in ((0, 1), (3, 20), (7, 40), (70, 200), (100, 600)):
+    lengths = [(600 - n, 600) for n in range(1, 301, 7)]
+    for first, last in ((0, 1), (3, 20), (7, 40), (70, 200), (100, 600), *lengths):
         assert torch.equal(outputs(slice(first, last)), whole[first:last])

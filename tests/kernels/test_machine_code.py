@@ -40,7 +40,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def make_matrix(kind: Kind, num_out: int, num_in: int, group: int) -> NarrowMatrix:
     codes = empty(num_out, num_in // 2 if kind in ("int4", "fp4") else num_in, dtype=torch.uint8)
-    scale = empty(num_in // group, num_out, dtype=torch.float16)
+    scale = empty(-(-num_in // group), num_out, dtype=torch.float16)
     return NarrowMatrix(kind, codes.view(DTYPES.get(kind, torch.uint8)), scale, None, num_in, group)
 
 
@@ -68,6 +68,20 @@ def test_experts_do_not_overwrite_what_is_multiplied(size: int, num_in: int) -> 
         experts_product(empty(50, num_in), routing, layer, Glu(1.7, 7.0, 1.0))
         experts_product(empty(200, num_in), routing, layer, None)
     assert len(kernels) == 2
+    check(kernels)
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "group"), [(16, "int4", 128), (64, "fp8", 128), (128, "fp8", 960)]
+)
+def test_narrow_experts_do_not_overwrite_what_is_multiplied(
+    size: int, kind: Kind, group: int
+) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        layer = ExpertMatrix(make_matrix(kind, 8 * 960, 960, group), None, 8)
+        tiles = Tiles(empty(9, dtype=torch.int32), empty(9, size, dtype=torch.int32))
+        ids, weights = empty(50, 4, dtype=torch.int32), empty(50, 4, dtype=torch.float32)
+        experts_product(empty(50, 960), Routing(ids, weights, tiles), layer, SILU)
     check(kernels)
 
 

@@ -6,7 +6,17 @@ from typing import Any
 import pytest
 import torch
 from grids import pairwise
-from products import ALL, FUSED, NUM_ROWS, SIZES, Fused, check_rows_keep_bits, inputs_of
+from products import (
+    ALL,
+    FUSED,
+    NUM_ROWS,
+    SIZES,
+    Fused,
+    NumberFormat,
+    check_rows_keep_bits,
+    inputs_of,
+    narrow_of,
+)
 from random_tensors import normals
 from verification import DEVICE, HAS_KERNELS
 
@@ -14,8 +24,6 @@ from outrider.kernels.model import narrow_linear as module
 from outrider.kernels.model.linear import linear_reference
 from outrider.kernels.model.narrow_linear import add_narrow_linear, narrow_linear
 from outrider.kernels.model.narrow_matrix import (
-    Kind,
-    NarrowMatrix,
     dequantise,
     narrow_matrix,
     round_to_fp8,
@@ -24,8 +32,7 @@ from outrider.kernels.model.narrow_matrix import (
 from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
 
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
-# Kind, group, outputs of a scale, whether there are zero points.
-FORMATS: list[tuple[Kind, int, int, bool]] = [
+FORMATS: list[NumberFormat] = [
     ("fp8", ALL, 1, False),
     ("fp8", ALL, ALL, False),
     ("fp8", 128, 128, False),
@@ -40,30 +47,6 @@ FORMATS: list[tuple[Kind, int, int, bool]] = [
 ]
 
 
-def make(format_: tuple[Kind, int, int, bool], num_out: int, num_in: int) -> NarrowMatrix:
-    kind, group, rows, has_zero = format_
-    generator = torch.Generator().manual_seed(num_out)
-
-    def codes_below(end: int, *shape: int) -> torch.Tensor:
-        return torch.randint(0, end, shape, generator=generator, dtype=torch.uint8)
-
-    group, rows = min(group, num_in), min(rows, num_out)
-    shape = (-(-num_in // group), -(-num_out // rows))
-    codes = codes_below(16 if kind in ("int4", "fp4") else 256, num_out, num_in)
-    if kind == "fp8":
-        codes[codes % 128 == 127] = 126  # not a number
-        codes = codes.view(torch.float8_e4m3fn)
-    elif kind == "int8":
-        codes = codes.view(torch.int8)
-    zero = None
-    if has_zero:
-        zero = codes_below(16, shape[0], num_out).to(torch.int8).to(DEVICE)
-    scale = torch.rand(*shape, generator=generator) / 100 + 0.001
-    return narrow_matrix(
-        kind, codes.to(DEVICE), scale.to(DEVICE), group=group, rows=rows, zero=zero
-    )
-
-
 CASES = pairwise(FORMATS, FUSED, NUM_ROWS, SIZES)
 if DEVICE.type == "cuda":
     CASES = [case for case in CASES if not case.marks]  # compiling all takes ten minutes
@@ -72,12 +55,12 @@ if DEVICE.type == "cuda":
 @needs_kernels
 @pytest.mark.parametrize(("format_", "fused", "num_rows", "size"), CASES)
 def test_kernel_equals_the_plain_product(
-    format_: tuple[Kind, int, int, bool], fused: Fused, num_rows: int, size: tuple[int, int]
+    format_: NumberFormat, fused: Fused, num_rows: int, size: tuple[int, int]
 ) -> None:
     num_in, num_out = size
     if format_[1] not in (ALL,) and num_in % format_[1] and format_[0] != "fp8":
         num_in = -(-num_in // format_[1]) * format_[1]
-    matrix = make(format_, fused.num_outputs(num_out), num_in)
+    matrix = narrow_of(format_, fused.num_outputs(num_out), num_in)
     x, bias, norm, residual = inputs_of(fused, num_rows, num_in, num_out)
     plain = dequantise(matrix, torch.float64)
     wide = bias.double() if bias is not None else None
@@ -101,14 +84,14 @@ def test_kernel_equals_the_plain_product(
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter's products are numpy's")
 @pytest.mark.parametrize("format_", [FORMATS[0], FORMATS[2], FORMATS[5]])
 def test_a_row_comes_out_the_same_in_any_company(
-    format_: tuple[Kind, int, int, bool], monkeypatch: pytest.MonkeyPatch
+    format_: NumberFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_num_splits", lambda matrix, gated=False: 2)
     monkeypatch.setattr(module, "MAX_SPLIT_ROWS", 20)  # beyond it a program has all splits
     check_rows_keep_bits(
         partial(narrow_linear, batch_invariant=True),
         partial(add_narrow_linear, batch_invariant=True),
-        make(format_, 96, 1024),
+        narrow_of(format_, 96, 1024),
         140,
         [(0, 1), (3, 20), (7, 40), (70, 130)],
     )
@@ -120,9 +103,9 @@ def test_a_row_comes_out_the_same_in_any_company(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format_", [format_ for format_ in FORMATS if format_[2] != ALL])
 def test_weights_are_exact_in_16_bits(
-    format_: tuple[Kind, int, int, bool], dtype: torch.dtype, num_rows: int
+    format_: NumberFormat, dtype: torch.dtype, num_rows: int
 ) -> None:
-    matrix = make(format_, 80, 512)
+    matrix = narrow_of(format_, 80, 512)
     x = normals(dtype=dtype)(num_rows, 512)
     expected = x.double() @ dequantise(matrix, torch.float64).t()
     got = narrow_linear(x, matrix, batch_invariant=True).double()
@@ -131,7 +114,7 @@ def test_weights_are_exact_in_16_bits(
 
 @needs_kernels
 def test_inputs_may_be_in_another_order() -> None:
-    matrix = make(("int4", 32, 1, True), 48, 128)
+    matrix = narrow_of(("int4", 32, 1, True), 48, 128)
     order = torch.randperm(128, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     ordered = matrix._replace(order=order)
     x = normals()(5, 128)
@@ -148,7 +131,7 @@ def test_inputs_may_be_in_another_order() -> None:
 @pytest.mark.parametrize("sizes", [(128, 48, 16), (192, 128)])
 def test_matrices_of_one_form_are_stacked(sizes: tuple[int, ...]) -> None:
     for format_ in FORMATS:
-        parts = [make(format_, num_out, 256) for num_out in sizes]
+        parts = [narrow_of(format_, num_out, 256) for num_out in sizes]
         stacked = stack(parts)
         assert stacked is not None
         expected = torch.cat([dequantise(part, torch.float32) for part in parts])
@@ -158,9 +141,9 @@ def test_matrices_of_one_form_are_stacked(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "other", [("int8", 64, 1, False), ("int4", 128, 1, False), ("int4", 64, 1, True)]
 )
-def test_matrices_of_several_forms_are_not_stacked(other: tuple[Kind, int, int, bool]) -> None:
-    first = make(("int4", 64, 1, False), 32, 256)
-    assert stack([first, make(other, 32, 256)]) is None
+def test_matrices_of_several_forms_are_not_stacked(other: NumberFormat) -> None:
+    first = narrow_of(("int4", 64, 1, False), 32, 256)
+    assert stack([first, narrow_of(other, 32, 256)]) is None
     order = torch.arange(256, device=DEVICE).flip(0)
     assert stack([first, first._replace(order=order)]) is None
     assert stack([first._replace(order=order), first._replace(order=order.clone())]) is not None

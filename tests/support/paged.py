@@ -1,5 +1,6 @@
 """Logits of a network, step by step, against Hugging Face's eager attention."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,19 @@ def run_prompt(network: Network, input_ids: torch.Tensor = PROMPT) -> Any:
         for pages in attention.bound_pages:
             pages.fill_(torch.nan)
     return network(one_prompt(input_ids))
+
+
+@torch.inference_mode()
+def eager_logits(
+    path: Path, inputs: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+) -> torch.Tensor:
+    """Logits of PROMPT as transformers has them, with `inputs` of each linear layer."""
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").to(DEVICE)
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            module.register_forward_pre_hook(lambda _, args: (inputs(args[0]),))
+    logits: torch.Tensor = model(PROMPT[None]).logits[0]
+    return logits
 
 
 @torch.inference_mode()

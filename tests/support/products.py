@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from random_tensors import normals
 from torch import Tensor
+from verification import DEVICE
 
+from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, narrow_matrix
 from outrider.kernels.model.rms_norm import Norm
 
 
@@ -36,6 +38,9 @@ NUM_ROWS = (1, 2, 17, 70, 300)
 SIZES = ((256, 80), (544, 48), (1024, 40))  # inputs, outputs
 ALL = 1 << 20  # inputs or outputs that share a scale: more than any matrix here has
 
+# Kind, group, outputs of a scale, whether there are zero points.
+NumberFormat = tuple[Kind, int, int, bool]
+
 
 class Inputs(NamedTuple):
     """The inputs of a product with a matrix of K inputs, for T rows of N outputs."""
@@ -53,6 +58,31 @@ def inputs_of(fused: Fused, num_rows: int, num_in: int, num_out: int) -> Inputs:
         bias=randn(fused.num_outputs(num_out)) if fused.bias else None,
         norm=Norm(randn(num_out if fused.residual else num_in), 1e-5) if fused.norm else None,
         residual=randn(num_rows, num_out),
+    )
+
+
+def narrow_of(format_: NumberFormat, num_out: int, num_in: int) -> NarrowMatrix:
+    """A random matrix."""
+    kind, group, rows, has_zero = format_
+    generator = torch.Generator().manual_seed(num_out)
+
+    def codes_below(end: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, end, shape, generator=generator, dtype=torch.uint8)
+
+    group, rows = min(group, num_in), min(rows, num_out)
+    shape = (-(-num_in // group), -(-num_out // rows))
+    codes = codes_below(16 if kind in ("int4", "fp4") else 256, num_out, num_in)
+    if kind == "fp8":
+        codes[codes % 128 == 127] = 126  # not a number
+        codes = codes.view(torch.float8_e4m3fn)
+    elif kind == "int8":
+        codes = codes.view(torch.int8)
+    zero = None
+    if has_zero:
+        zero = codes_below(16, shape[0], num_out).to(torch.int8).to(DEVICE)
+    scale = torch.rand(*shape, generator=generator) / 100 + 0.001
+    return narrow_matrix(
+        kind, codes.to(DEVICE), scale.to(DEVICE), group=group, rows=rows, zero=zero
     )
 
 

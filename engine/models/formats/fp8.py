@@ -15,6 +15,8 @@ from ..checkpoint import Checkpoint, Read
 
 # Checkpoints' names for the factor of the weights.
 _SCALES = ("weight_scale_inv", "weight_scale")
+# The last part of the names of layers that choose experts, or weight them.
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
 
 
 def reader(config: dict[str, Any]) -> Read:
@@ -30,7 +32,8 @@ def reader(config: dict[str, Any]) -> Read:
 def rounding(
     *, rounds_inputs: bool, leaves_out: Collection[str] = (), unless: Read | None = None
 ) -> Read:
-    """Rounds plain layers to FP8 when they are read, all but those that are left out.
+    """Rounds plain layers to FP8 when they are read, all but those that are left out, and routers:
+    a choice of other experts changes much, and their bytes are few.
 
     `unless` reads the layers that are quantised already.
     """
@@ -40,6 +43,8 @@ def rounding(
             return None
         if unless is not None and (quantised := unless(tensors, layer)) is not None:
             return quantised
+        if layer.rpartition(".")[2] in _ROUTERS:
+            return None
         return round_to_fp8(tensors.stacked(f"{layer}.weight"), rounds_inputs=rounds_inputs)
 
     return read

@@ -17,7 +17,7 @@ from outrider.kernels.model.experts import (
     gated_by_expert,
     gated_experts,
 )
-from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise
+from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, stack
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.routing import Router, Routing, route, routing_of, scores_reference
 from outrider.kernels.model.row_codes import Normed
@@ -49,7 +49,7 @@ class ExpertWeights(Weight):
 
 
 class StackedExperts(ExpertWeights):
-    """Matrices in one tensor, for our kernels: plain, or in MXFP4."""
+    """Matrices in one tensor, for our kernels: plain, or in 4 or 8 bits."""
 
     batch_invariant = True
 
@@ -125,6 +125,29 @@ def stacked(
     )
 
 
+def joined(weights: Sequence[Matrix], name: str) -> Tensor | NarrowMatrix:
+    """The matrices of all experts in one tensor, as a kernel takes them.
+
+    Raises UnsupportedModelError naming the experts if no kernel does.
+    """
+    dense = [weight.matrix for weight in weights if isinstance(weight, Dense)]
+    if len(dense) == len(weights):
+        return torch.cat(dense)
+    narrow = [weight.matrix for weight in weights if isinstance(weight, Narrow)]
+    matrix = stack(narrow) if len(narrow) == len(weights) else None
+    if matrix is None:
+        raise UnsupportedModelError(
+            f"{name}: experts of one layer in several formats, or with inputs in several orders, "
+            "are multiplied by on a CPU alone"
+        )
+    if matrix.order is not None:
+        raise UnsupportedModelError(
+            f"{name}: experts with inputs in an order of their own (act-order, desc_act) are "
+            "multiplied by on a CPU alone"
+        )
+    return matrix
+
+
 def read_experts(
     tensors: AnyCheckpoint,
     name: str,
@@ -138,21 +161,23 @@ def read_experts(
 ) -> Layer[ExpertWeights]:
     """The layers `sizes` of all experts, stacked as `stored` or one by one, in any format.
 
-    Raises as AnyCheckpoint.linear does, and UnsupportedModelError if no kernel knows the format.
+    Their inputs are not rounded, whatever the format says: the bytes of weights take the time.
+    Raises as AnyCheckpoint.linear does, and UnsupportedModelError if no kernel takes the matrices.
     """
     num_out, whole = sum(sizes.values()), f"{name}.{stored}"
     if whole in tensors:
         matrix = tensors.tensor(whole, num_experts, num_out, num_inputs).flatten(0, 1)
         return Layer(stacked(matrix, num_experts, top_k, tensors.dtype), None, axis)
     each = [
-        tensors.weight({f"{name}.{i}.{part}": (size, num_inputs) for part, size in sizes.items()})
+        tensors.weight(
+            {f"{name}.{i}.{part}": (size, num_inputs) for part, size in sizes.items()},
+            rounds_inputs=False,
+        )
         for i in range(num_experts)
     ]
     weights: ExpertWeights = SeparateExperts(each, top_k)
     if uses_triton(torch.empty(0, device=tensors.device)):
-        if not all(isinstance(weight, Dense) for weight in each):
-            raise UnsupportedModelError(f"no kernel multiplies by experts in {weights.format}")
-        weights = stacked(weights.dequantised(), num_experts, top_k, tensors.dtype)
+        weights = StackedExperts(joined(each, name), num_experts, top_k, tensors.dtype)
     shape = num_experts, num_out, num_inputs
     tensors.lent.append(Lent([whole], lambda: [weights.dequantised().view(shape)]))
     return Layer(weights, None, axis)
