@@ -68,6 +68,10 @@ _QWEN_3_14B = "Qwen3 14B", "qwen3-14b"
 _QWEN_3_32B = "Qwen3 32B", "qwen3-32b"
 _LLAMA_31_8B = "Llama 3.1 8B Instruct", r"(meta-)?llama-3\.1-8b-instruct"
 _GPT_OSS_20B = "gpt-oss 20B", "gpt-oss-20b"
+_GPT_OSS_120B = "gpt-oss 120B", "gpt-oss-120b"
+_QWEN_3_30B = "Qwen3 30B-A3B Instruct", "qwen3-30b-a3b-instruct-2507"
+_QWEN_3_30B_HEAD = "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3"
+_QWEN_3_CODER = "Qwen3 Coder 30B-A3B Instruct", "qwen3-coder-30b-a3b-instruct"
 _SMOLLM_2 = frozenset({49_152})
 
 KNOWN_DRAFTS: Sequence[KnownDraft] = (
@@ -110,6 +114,10 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
             (_QWEN_3_32B, "RedHatAI/Qwen3-32B-speculator.eagle3", "EAGLE-3", 0.8, 6),
             (_LLAMA_31_8B, "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "EAGLE-3", 0.45, 6),
             (_GPT_OSS_20B, "RedHatAI/gpt-oss-20b-speculator.eagle3", "EAGLE-3", 0.5, 6),
+            # Sizes that were not looked up, but are about these.
+            (_GPT_OSS_120B, "RedHatAI/gpt-oss-120b-speculator.eagle3", "EAGLE-3", 0.5, 6),
+            (_QWEN_3_30B, _QWEN_3_30B_HEAD, "EAGLE-3", 0.5, 6),
+            (_QWEN_3_CODER, "z-lab/Qwen3-Coder-30B-A3B-DFlash", "DFlash", 0.5, 7),
             # The Qwen ones were trained on answers without thinking.
             (_QWEN_3_8B, "deepseek-ai/dspark_qwen3_8b_block7", "DSpark", 1.75, 7),
             (_QWEN_3_8B, "z-lab/Qwen3-8B-DFlash-b16", "DFlash", 1.05, 7),

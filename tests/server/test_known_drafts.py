@@ -53,7 +53,16 @@ def target(name: str, model_type: str, vocab_size: int, billions: float) -> Targ
             target("openai/gpt-oss-20b", "gpt_oss", 201_088, 20.9),
             "RedHatAI/gpt-oss-20b-speculator.eagle3",
         ),
-        (target("openai/gpt-oss-120b", "gpt_oss", 201_088, 116.8), None),
+        (
+            target("openai/gpt-oss-120b", "gpt_oss", 201_088, 116.8),
+            "RedHatAI/gpt-oss-120b-speculator.eagle3",
+        ),
+        (target("openai/gpt-oss-220b", "gpt_oss", 201_088, 216.8), None),
+        (
+            target("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", "qwen3_moe", 151_936, 30.5),
+            "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",
+        ),
+        (target("Qwen/Qwen3-30B-A3B-Thinking-2507", "qwen3_moe", 151_936, 30.5), None),
         (target("/models/mine", "qwen3", 151_936, 32.8), "Qwen/Qwen3-0.6B"),
         (target("Qwen/Qwen3-0.6B", "qwen3", 151_936, 0.6), None),
         (target("Qwen/Qwen2.5-7B-Instruct", "qwen2", 152_064, 7.6), "Qwen/Qwen2.5-0.5B-Instruct"),
@@ -102,8 +111,10 @@ def test_the_pairs_of_our_configs_are_known() -> None:
 def test_the_heads_of_our_configs_are_known_with_their_k() -> None:
     known = {(draft.model, draft.num_speculative_tokens) for draft in KNOWN_DRAFTS}
     heads = ("qwen3-8b-dspark", "qwen3-8b-dflash", "qwen3-14b-dspark", "llama-3.1-8b-dflash")
+    mixtures = ("gpt-oss-20b-eagle3", "gpt-oss-120b-eagle3", "qwen3-30b-a3b-eagle3")
+    mixtures += ("qwen3-coder-30b-a3b-dflash",)
     mtp = ("mimo-7b-mtp", "qwen3.6-27b-mtp", "qwen3.6-35b-a3b-mtp")
-    for name in (*heads, *mtp, "gpt-oss-20b-eagle3"):
+    for name in (*heads, *mtp, *mixtures):
         settings = load_settings(Path(name), environ={})
         assert (settings.draft.model, settings.speculation.num_speculative_tokens) in known
 
