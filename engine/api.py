@@ -194,7 +194,8 @@ class EngineInfo:
     page_size_tokens: int
     cache_bytes: int
     saved_by_windows_bytes: int = 0  # what layers with a window would take more if they kept all
-    state_bytes: int = 0  # of what layers keep of whole sequences, in all slots
+    state_bytes: int = 0  # of what layers keep of whole sequences and prefixes, in all slots
+    num_states: int = 0  # how many there is room for
     host_pages: int = 0  # of the second tier, in host memory
     host_bytes: int = 0
     max_num_seqs: int

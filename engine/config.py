@@ -56,6 +56,7 @@ class CacheConfig:
     memory_fraction: float = 0.5  # CPU only: share of the memory left free by the models
     prefix_caching: bool = True
     host_gib: float = 0.0  # of host memory for pages that are evicted; 0: they are lost
+    state_interval_tokens: int = 2048  # how often states of a long prompt are kept, if it has any
     kv_events_endpoint: str | None = None  # where processes.kv_events publishes; None: nowhere
     kv_events_topic: str = ""
 

@@ -27,6 +27,7 @@ from .api import (
 from .config import EngineConfig
 from .logits_processors import ProcessorRegistry
 from .memory.device_memory import DeviceMemory, PageEvent
+from .memory.states import KeptStates
 from .models.heads.head import Head
 from .models.network import PagedLayers
 from .pace import Pace
@@ -91,6 +92,7 @@ class Engine:
             state_bytes=worker.state_bytes,
             host_pages=memory.host.num_pages if memory.host else 0,
             host_bytes=worker.host_pages[1].num_bytes if worker.host_pages else 0,
+            num_states=worker.slots.num_states,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             num_speculative_tokens=self._config.speculation.max_drafts,
             max_drafts=max_drafts,
@@ -114,6 +116,7 @@ class Engine:
             has_head=pair.head is not None,
             keeps_events=config.cache.kv_events_endpoint is not None,
             host=None if is_learning else self.worker.host_pages,
+            states=self._kept_states(),
         )
         adaptive = None
         if slots.max_drafts > 0 and config.speculation.adaptive:
@@ -127,6 +130,12 @@ class Engine:
         self.committer = Committer(self.sequences, is_learning=is_learning)
         if self.worker.device.type == "cuda":  # on a CPU nothing would overlap
             self.scheduler.lag = 1
+
+    def _kept_states(self) -> KeptStates | None:
+        places, cache = self.worker.slots.kept_states, self._config.cache
+        if not places:
+            return None
+        return KeptStates(places, self.worker.pair.page_size, cache.state_interval_tokens)
 
     def start_over(self, **learning: Any) -> None:
         """Schedule from nothing, over empty pages; `learning` as in AdaptiveSpeculation."""

@@ -34,9 +34,10 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
         if (state_bytes := worker.state_bytes) >= room_bytes:
             num_seqs = config.scheduler.max_num_seqs
             raise OutOfDeviceMemoryError(
-                f"the states of {num_seqs} sequences take {state_bytes / GIB:.2f} GiB, and "
-                f"cache.memory_fraction leaves {room_bytes / GIB:.2f} GiB for them and the KV "
-                "cache; lower scheduler.max_num_seqs, or raise cache.memory_fraction"
+                f"the states of {num_seqs} sequences{' and of prefixes' * pair.caches_prefixes} "
+                f"take {state_bytes / GIB:.2f} GiB, and cache.memory_fraction leaves "
+                f"{room_bytes / GIB:.2f} GiB for them and the KV cache; lower "
+                "scheduler.max_num_seqs, or raise cache.memory_fraction"
             )
         return min(most, worker.budget.most_within(room_bytes - state_bytes))
     report("measuring the largest step", 0, 1)
@@ -73,6 +74,11 @@ def host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], HostPag
         raise ConfigError(
             f"cache.host_gib is {given:g}, but no prefixes are cached that it could keep: set it "
             "to 0"
+        )
+    if worker.slots.kept_states:
+        raise ConfigError(
+            f"cache.host_gib is {given:g}, but the states that this model keeps beside its pages "
+            "are not kept in host memory yet: set it to 0"
         )
     if worker.followers is not None:
         raise ConfigError(

@@ -91,6 +91,7 @@ class Worker:
             self.pair.vocab_size,
             k if "draft_model" in config.speculation.sources else 0,
             len(self.pair.groups),
+            self._num_kept_states(config),
         )
         self.budget = Budget(
             [group.spec for group in self.pair.groups],
@@ -116,8 +117,12 @@ class Worker:
     @property
     def state_bytes(self) -> int:
         """Of what layers keep of whole sequences, in all slots."""
-        of_slot = self.pair.target.bytes_per_slot(self.slots.max_drafts)
-        return (self.slots.max_num_seqs + 1) * of_slot
+        return self.slots.num_states * self.pair.target.bytes_per_slot(self.slots.max_drafts)
+
+    def _num_kept_states(self, config: EngineConfig) -> int:
+        """How many states behind prefixes are kept: as many as sequences can be seated."""
+        has_states = bool(self.pair.target.slot_states) and self.pair.caches_prefixes
+        return config.scheduler.max_num_seqs if has_states else 0
 
     @torch.inference_mode()
     def compile(self) -> None:
@@ -210,6 +215,7 @@ class Worker:
             self._cpu_share.adapt()
         else:
             self._cpu_share.begin()
+        self.pair.target.copy_states(plan.state_copies)
         self.slots.fill(plan.newcomers, [scheduled.request for scheduled in plan.scheduled])
         for request in plan.newcomers:
             self.edits.seat(request)

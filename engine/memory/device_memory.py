@@ -9,13 +9,15 @@ again: only full pages of known tokens are recorded, and a sequence only ever wr
 computed tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from .host_tier import HostTier, PageCopies
 from .pages import DUMMY_PAGE, Pages
 from .sequence import SequenceMemory
 from .spec import PagedSpec
+from .states import KeptStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,9 @@ class DeviceMemory:
     """Gives pages to sequences, and lets them share those of equal prefixes.
 
     A sequence shares the pages of a prefix up to the last edge of a page at which all groups can go
-    on. A page's hash covers its own tokens, all tokens before them, and `lookahead` tokens after
-    them: a head's KV of a token depends on the next token too.
+    on, and those layers, too, that keep a state: see `KeptStates`. A page's hash covers its own
+    tokens, all tokens before them, and `lookahead` tokens after them: a head's KV of a token
+    depends on the next token too.
 
     With a second tier, pages whose room is needed go to host memory. Before a sequence that can
     share them is seated, they come back into free pages: see `bring_back`.
@@ -62,6 +65,7 @@ class DeviceMemory:
         has_head: bool = False,
         keeps_events: bool = False,
         host: tuple[Sequence[int], PageCopies] | None = None,
+        states: KeptStates | None = None,
     ) -> None:
         """`specs`: of each group, the first without a window. `num_pages`: so many that no group
         with a window has too few before the first has.
@@ -79,6 +83,7 @@ class DeviceMemory:
             Pages(num, page_size, spec.window) for spec, num in zip(specs, num_pages, strict=True)
         ]
         self._pages_with_draft: set[int] = set()  # whose draft KV is right
+        self.states = states if prefix_caching else None
         self._keeps_events = keeps_events
         self._announced_hashes: set[bytes] = set()  # stored by an event, not removed yet
         self.events: list[PageEvent] = []
@@ -113,9 +118,11 @@ class DeviceMemory:
             group.reuse_last(page for page in reversed(held) if group.is_free(page))
         return False
 
-    def attach_prefix(self, memory: SequenceMemory, num_reusable: int) -> int:
-        """Share the cached pages of the first `num_reusable` tokens; returns of how many tokens."""
-        memory.pages = [[] for _ in self._groups]
+    def attach_prefix(self, memory: SequenceMemory, num_reusable: int, slot: int) -> int:
+        """Share the cached pages of the first `num_reusable` tokens, and their state, which goes to
+        this slot; returns of how many tokens.
+        """
+        memory.pages, memory.slot = [[] for _ in self._groups], slot
         for g, pages in enumerate(self._found(memory, num_reusable)):
             for column, page in enumerate(pages):
                 memory.set_page(g, column, page)
@@ -126,12 +133,16 @@ class DeviceMemory:
         memory.num_recorded_pages = len(shared)
         memory.num_shared_tokens = memory.num_computed_tokens = len(shared) * self.page_size
         memory.num_draft_computed_tokens = next(without, len(shared)) * self.page_size
+        if self.states is not None:
+            self.states.begin(memory, self._last_edge(memory, num_reusable)[1])
         return memory.num_shared_tokens
 
     def prefix_is_coming(
         self, memory: SequenceMemory, num_reusable: int, prefilling: Iterable[SequenceMemory]
     ) -> bool:
-        """Whether one of `prefilling` is about to compute a page that the sequence can share."""
+        """Whether one of `prefilling` is about to compute a page, or a state, that the sequence can
+        share.
+        """
         num_pages = num_reusable // self.page_size
         if not self.prefix_caching or num_pages == 0:  # many short prompts need not be compared
             return False
@@ -144,6 +155,8 @@ class DeviceMemory:
                 and hashes[i] == other.page_hashes[i]
                 and self._groups[0].find(hashes[i]) is None
             ):
+                return True
+            if self.states is not None and self.states.is_coming(hashes[:num_pages], other):
                 return True
         return False
 
@@ -231,6 +244,8 @@ class DeviceMemory:
         # Pages may be shared at once: whoever finds them runs later on the device, and starts over
         # if they turn out to hold NaN.
         self._record(memory)
+        if self.states is not None:
+            self.states.keep(memory, self._groups[0])
         self._give_back_behind_windows(memory)
 
     def advance(self, memory: SequenceMemory, num_accepted: int, draft_end: int | None) -> None:
@@ -296,6 +311,8 @@ class DeviceMemory:
         for g, group in enumerate(self._groups):
             filled = self.host.held(g) if self.host else ()
             group.check_integrity([*(memory.pages[g] for memory in live), filled])
+        if self.states is not None:
+            self.states.check_integrity()
 
     def _give_back_behind_windows(self, memory: SequenceMemory) -> None:
         """Give back the pages that no row attends to from the computed tokens on.
@@ -317,7 +334,7 @@ class DeviceMemory:
         """
         if not self.prefix_caching:
             return [[] for _ in self._groups]
-        hashes, edge = self._last_edge(memory, num_reusable)
+        hashes, edge = self._last_edge(memory, num_reusable, states=self.states)
         found = []
         for group in self._groups:
             first = group.first_needed(edge * self.page_size)
@@ -326,26 +343,38 @@ class DeviceMemory:
         return found
 
     def _last_edge(
-        self, memory: SequenceMemory, num_reusable: int, host: HostTier | None = None
+        self,
+        memory: SequenceMemory,
+        num_reusable: int,
+        host: HostTier | None = None,
+        states: KeptStates | None = None,
     ) -> tuple[list[bytes], int]:
         """The hashes of a sequence's full pages, and the last edge at which it can go on, up to
-        `num_reusable` tokens: with what is on the device and, if given, in the second tier.
+        `num_reusable` tokens: with pages on the device and, if given, in the second tier; if
+        `states` are given, with one of them.
         """
         # All pages of a prompt: others ask whether it is about to compute them.
         num_full = (len(memory.token_ids) - 1) // self.page_size
         hashes = memory.hash_pages(num_full, self.page_size, self._lookahead)
-        edge, num_agreed, g = num_reusable // self.page_size, 0, 0
-        while num_agreed < len(self._groups):
-            elsewhere = host.hashes(g) if host else ()
-            last = self._groups[g].last_edge(hashes, edge, elsewhere)
+        lookups: list[Callable[[Sequence[bytes], int], int]] = [
+            partial(group.last_edge, elsewhere=host.hashes(g) if host else ())
+            for g, group in enumerate(self._groups)
+        ]
+        if states is not None:
+            lookups.append(states.last_edge)
+        edge, num_agreed, i = num_reusable // self.page_size, 0, 0
+        while num_agreed < len(lookups):
+            last = lookups[i](hashes, edge)
             num_agreed = num_agreed + 1 if last == edge else 1
-            edge, g = last, (g + 1) % len(self._groups)
+            edge, i = last, (i + 1) % len(lookups)
         return hashes, edge
 
     def _forget(self, g: int, page: int) -> None:
         page_hash = self._groups[g].forget(page)
         if g == 0:
             self._pages_with_draft.discard(page)
+            if self.states is not None and page_hash is not None:
+                self.states.forget(page_hash)  # nobody could find the pages in front of it
         if page_hash is not None:
             self._announce_removed(g, page_hash)
 

@@ -23,10 +23,13 @@ class SequenceMemory:
         self.token_ids = token_ids
         self.cache_salt = cache_salt
         self.page_hashes = page_hashes or []  # of the leading full pages
+        self.slot: int | None = None  # where layers keep their states of it
         # Of each group of layers; those behind its window are the dummy page.
         self.pages: list[list[int]] = []
         # (group, column, page) of the block tables that the device does not know yet.
         self.changed_pages: list[tuple[int, int, int]] = []
+        # Behind how many tokens its state will be kept, and whether for sure of use; ascending.
+        self.state_edges: list[tuple[int, bool]] = []
         self.num_computed_tokens = 0
         self.num_draft_computed_tokens = 0
         self.num_shared_tokens = 0  # found when it was seated
@@ -40,6 +43,11 @@ class SequenceMemory:
         """
         num_read = self.num_draft_computed_tokens
         return num_read == self.num_computed_tokens > self.num_shared_tokens
+
+    def rows_up_to_an_edge(self, num_rows: int) -> int:
+        """Of the next rows of a prompt, those in front of where its state will be kept."""
+        edges = self.state_edges
+        return min(num_rows, edges[0][0] - self.num_computed_tokens) if edges else num_rows
 
     def emptied(self) -> "SequenceMemory":
         """The memory of the same tokens without any pages."""

@@ -67,6 +67,12 @@ class PagedLayers(ABC):
         for state in self.slot_states:
             state.bind(num_slots, max_drafts, self.dtype, self.device)
 
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy what its layers keep in slots, from one to another, one after the other."""
+        for state in self.slot_states if copies else ():
+            for source, target in copies:
+                state.copy(source, target)
+
     @property
     def weight_formats(self) -> str:
         """The formats of quantised weights; "" if all weights are in the dtype."""
@@ -173,7 +179,7 @@ class Network(PagedLayers):
         passes.
         """
         self._slots = slots
-        self.bind_states(slots.max_num_seqs + 1, slots.max_drafts)
+        self.bind_states(slots.num_states, slots.max_drafts)
         self._phase.drop()
 
     @functools.cached_property

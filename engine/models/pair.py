@@ -110,12 +110,7 @@ class ModelPair:
         # A draft model may fall behind, a head never does.
         owners = [(layers, layers is not self.draft) for layers in self._layers.values()]
         self.groups = grouped(owners, self.max_model_len)
-        self.caches_prefixes = config.cache.prefix_caching and not self.target.slot_states
-        if config.cache.prefix_caching and not self.caches_prefixes:
-            log.info(
-                "prefixes are not cached: the state of the target's linear attention is kept of "
-                "whole sequences only"
-            )
+        self.caches_prefixes = config.cache.prefix_caching
 
     def longest_sequence(self, num_pages: int, config: EngineConfig) -> int:
         """Tokens of the longest sequence that fits into the pages when it runs alone."""

@@ -30,4 +30,10 @@ class SlotState(ABC):
         """Allocate it; the state of every slot is that in front of a row at position `start`."""
 
     @abstractmethod
+    def copy(self, source: int, target: int) -> None:
+        """Let the sequence in one slot go on from what another slot holds, which must cover its
+        known tokens alone.
+        """
+
+    @abstractmethod
     def free(self) -> None: ...

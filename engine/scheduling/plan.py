@@ -136,6 +136,8 @@ class Plan:
     follows_another: bool = False  # directly, with no idle time between
     num_decoding: int = 0  # sequences behind their prompt, for which k was chosen
     newcomers: list[Request] = field(default_factory=list)  # those that have just got their slots
+    # (from, to): slots whose states are copied before the step, one after the other.
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)

@@ -102,6 +102,8 @@ class Scheduler:
         if not self._worth.pays:
             for scheduled in plan.scheduled:
                 scheduled.forgo_lookup()
+        if plan and self._memory.states is not None:
+            plan.state_copies = self._memory.states.take_copies()
         return plan
 
     def _ration_grammars(self, requests: list[Request]) -> None:
@@ -227,7 +229,9 @@ class Scheduler:
 
         Returns the number of rows of its share of the step.
         """
-        num_cached = self._memory.attach_prefix(request.memory, request.num_reusable_tokens)
+        slot = self._sequences.free_slots[-1]  # that it is about to get
+        num_reusable = request.num_reusable_tokens
+        num_cached = self._memory.attach_prefix(request.memory, num_reusable, slot)
         self._sequences.admit(request, num_cached)
         plan.newcomers.append(request)
         scheduled = self._share(request, budget, plan)
@@ -242,7 +246,10 @@ class Scheduler:
         )
 
     def _share(self, request: Request, budget: int, plan: Plan) -> ScheduledRequest:
-        num_new = 1 if request.is_in_flight else min(request.num_uncomputed_tokens, budget)
+        num_new = 1
+        if not request.is_in_flight:
+            num_new = min(request.num_uncomputed_tokens, budget)
+            num_new = request.memory.rows_up_to_an_edge(num_new)
         scheduled = ScheduledRequest(request, num_new)
         if scheduled.num_prompt_logits:
             num_left = MAX_PROMPT_LOGITS - plan.num_prompt_logits

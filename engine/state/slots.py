@@ -49,10 +49,12 @@ class Slots:
         vocab_size: int,
         max_drawn: int | None = None,
         num_groups: int = 1,
+        num_kept_states: int = 0,
     ) -> None:
         """Token ids are below `vocab_size`; `max_drawn` is `max_drafts` unless it is given.
 
-        Each of `num_groups` groups of layers has its own block table.
+        Each of `num_groups` groups of layers has its own block table. Layers that keep a state have
+        room for `num_kept_states` more, behind the dummy's.
         """
         num_slots = max_num_seqs + 1
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
@@ -60,6 +62,8 @@ class Slots:
         self.max_drafts = max_drafts
         self.max_drawn = max_drafts if max_drawn is None else max_drawn
         self.dummy = max_num_seqs  # the slot that padding reads and writes
+        self.kept_states = range(num_slots, num_slots + num_kept_states)
+        self.num_states = num_slots + num_kept_states
         # Room after the longest sequence: a step writes up to k + 1 tokens, and the next one may
         # be launched before the host has read them.
         width = max_model_len + 2 * (max_drafts + 1)

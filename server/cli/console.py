@@ -52,8 +52,9 @@ def _summary(
         notes += f"; sliding windows save {saved_bytes / 2**30:.1f} GiB"
     states = []
     if info.state_bytes:
-        of_each = info.state_bytes / (info.max_num_seqs + 1) / 2**20
-        states = [("states", f"{info.state_bytes / 2**30:.1f} GiB, {of_each:.1f} MiB a sequence")]
+        of_each = info.state_bytes / info.num_states / 2**20
+        text = f"{info.state_bytes / 2**30:.1f} GiB, {of_each:.1f} MiB a sequence or prefix"
+        states = [("states", text)]
     host = []
     if info.host_bytes:
         num_kept, host_gib = info.host_pages * info.page_size_tokens, info.host_bytes / 2**30

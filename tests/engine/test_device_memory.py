@@ -22,13 +22,13 @@ def sequence(token_ids: list[int], cache_salt: str = "") -> SequenceMemory:
 
 def attach(memory: DeviceMemory, one: SequenceMemory) -> int:
     """All but the last token may be shared."""
-    return memory.attach_prefix(one, len(one.token_ids) - 1)
+    return memory.attach_prefix(one, len(one.token_ids) - 1, 0)
 
 
 def allocate(memory: DeviceMemory, one: SequenceMemory, num_tokens: int) -> bool:
     """Without sharing anything, unless it does so already."""
     if not one.pages:
-        memory.attach_prefix(one, 0)
+        memory.attach_prefix(one, 0, 0)
     return memory.allocate(one, num_tokens)
 
 

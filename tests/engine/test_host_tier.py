@@ -87,7 +87,7 @@ def compute(
     most = len(token_ids) - 1
     assert memory.fits(one, len(token_ids), most)
     memory.bring_back(one, most)
-    num_cached = memory.attach_prefix(one, most)
+    num_cached = memory.attach_prefix(one, most, 0)
     for i, page in enumerate(one.pages[0]):
         assert copies.device[0][page] == (salt, token_ids[: (i + 1) * PAGE])
     assert memory.allocate(one, len(token_ids))
@@ -146,12 +146,12 @@ def test_nobody_finds_a_page_before_it_has_come() -> None:
     assert memory.is_coming_back(one)
     assert memory.bring_back(other, 16)  # which waits for the same transfer
     memory.receive()
-    assert memory.attach_prefix(SequenceMemory(FIRST), 16) == 0
+    assert memory.attach_prefix(SequenceMemory(FIRST), 16, 0) == 0
     memory.check_integrity([])
     assert memory.num_free_pages == memory.num_usable_pages - 4
     copies.is_late = False
     memory.receive()
-    assert memory.attach_prefix(one, 16) == 16
+    assert memory.attach_prefix(one, 16, 0) == 16
     memory.check_integrity([one])
 
 
@@ -189,7 +189,7 @@ def test_a_draft_that_had_fallen_behind_is_behind_when_pages_come_back() -> None
         compute(memory, copies, SECOND)
         one = SequenceMemory(FIRST)
         memory.bring_back(one, 16)
-        assert memory.attach_prefix(one, 16) == 16
+        assert memory.attach_prefix(one, 16, 0) == 16
         assert one.num_draft_computed_tokens == (16 if has_draft else 0)
         memory.release(one)
 

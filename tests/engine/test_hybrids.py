@@ -5,7 +5,6 @@ test_random_comparison.py has one among its kinds: any mixture of sequences, to 
 """
 
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -158,26 +157,19 @@ def test_a_preempted_sequence_starts_over(target: Path) -> None:
     assert engine.stats().preemptions > 0
 
 
-def test_prefixes_are_not_cached(target: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    engine = Engine(engine_config(target))
-    assert "prefixes are not cached: the state of" in caplog.text
-    same = prompts([20], VOCAB)
-    for _ in range(2):
-        answers(engine, target, same)
-    assert engine.stats().cached_tokens == 0
-
-
 def test_states_are_counted(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(engine_config(target, proposer="suffix", max_num_seqs=3))
     states = engine.worker.pair.target.slot_states
     kept = [tensor for state in states for tensor in state.memory]  # type: ignore[attr-defined]
     assert engine.info.state_bytes == sum(tensor.nbytes for tensor in kept)
-    assert [len(tensor) for tensor in kept] == 2 * [4, 4, 4]  # one of them for padding
+    # Of three sequences, of padding, and of three prefixes.
+    assert [len(tensor) for tensor in kept] == 2 * [7, 7, 7]
     # They come before pages.
     if DEVICE.type == "cpu":
         monkeypatch.setattr("outrider.engine.measuring.available_bytes", lambda: 100_000)
-        with pytest.raises(OutOfDeviceMemoryError, match=r"states of 32 sequences take .* lower"):
+        with pytest.raises(
+            OutOfDeviceMemoryError, match=r"states of 32 sequences and of prefixes take .* lower"
+        ):
             Engine(engine_config(target, num_pages=None))
 
 

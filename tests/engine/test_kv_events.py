@@ -43,7 +43,7 @@ def request(token_ids: list[int], cache_salt: str = "", max_tokens: int = 1) -> 
 
 def compute(memory: DeviceMemory, token_ids: list[int], cache_salt: str = "") -> SequenceMemory:
     one = SequenceMemory(token_ids, cache_salt)
-    memory.attach_prefix(one, len(token_ids) - 1)
+    memory.attach_prefix(one, len(token_ids) - 1, 0)
     assert memory.allocate(one, len(token_ids))
     memory.launch(one, 0, None)
     return one

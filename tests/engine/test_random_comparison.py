@@ -138,7 +138,11 @@ def short_of_everything(
             adaptive=rng.random() < 0.2,
         ),
         cache=replace(
-            config.cache, page_size_tokens=page_size, num_pages=num_pages, host_gib=host_gib
+            config.cache,
+            page_size_tokens=page_size,
+            num_pages=num_pages,
+            host_gib=host_gib,
+            state_interval_tokens=pick([1, 9, 40]),
         ),
         scheduler=replace(
             config.scheduler,
@@ -230,10 +234,10 @@ def test_answers_are_those_of_plain_decoding(
     rng = random.Random(f"{kind} {seed}")
     found = kind_of(kind)
     asked = asked_and_answered(found.plain, rng, num_requests)
-    caches = kind != "hybrid"
-    config = short_of_everything(found.config, rng, host_gib=1e-4 if caches else 0)
+    has_tier = kind != "hybrid"  # whose states stay on the device
+    config = short_of_everything(found.config, rng, host_gib=1e-4 if has_tier else 0)
     engine = lagging(config)
-    if caches:
+    if has_tier:
         engine = with_late_copies(engine, rng)
     got = served(engine, [new for new, _ in asked], rng)
     for new, expected in asked:
@@ -245,5 +249,5 @@ def test_answers_are_those_of_plain_decoding(
     if num_requests >= 50:
         assert 0 < sum(stats.accepted_per_position) < sum(stats.drafted_per_position)
         assert stats.preemptions > 0
-        assert (stats.cached_tokens > 0) == caches
-        assert (stats.host_loaded_tokens > 0) == caches
+        assert stats.cached_tokens > 0
+        assert (stats.host_loaded_tokens > 0) == has_tier

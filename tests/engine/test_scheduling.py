@@ -91,9 +91,9 @@ def test_a_prompt_that_does_not_fit_yet_takes_no_pages(
     attached: list[SequenceMemory] = []
     attach = engine.sequences.memory.attach_prefix
 
-    def watched(memory: SequenceMemory, num_reusable: int) -> int:
+    def watched(memory: SequenceMemory, *args: int) -> int:
         attached.append(memory)
-        return attach(memory, num_reusable)
+        return attach(memory, *args)
 
     monkeypatch.setattr(engine.sequences.memory, "attach_prefix", watched)
     first = steps_until_first_token(engine, {"waiting"})

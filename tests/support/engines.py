@@ -44,6 +44,7 @@ def engine_config(
     num_pages: int | None = 512,
     page_size: int = 4,
     prefix_caching: bool = True,
+    state_interval: int = 2048,
     **scheduler: int,
 ) -> EngineConfig:
     """An fp32 engine, small enough to watch, on the GPU if there is one.
@@ -64,7 +65,10 @@ def engine_config(
             suffix_min_tokens=1,  # short texts of few tokens have hits
         ),
         cache=CacheConfig(
-            page_size_tokens=page_size, num_pages=num_pages, prefix_caching=prefix_caching
+            page_size_tokens=page_size,
+            num_pages=num_pages,
+            prefix_caching=prefix_caching,
+            state_interval_tokens=state_interval,
         ),
         scheduler=replace(SchedulerConfig(max_num_batched_tokens=64), **scheduler),
     )

@@ -54,6 +54,10 @@ class DeltaState(SlotState):
             torch.full((num_slots,), start, device=device),
         )
 
+    def copy(self, source: int, target: int) -> None:
+        for tensor in self.bound:
+            tensor[target].copy_(tensor[source])
+
     def free(self) -> None:
         self.memory = None
 

@@ -1,0 +1,190 @@
+"""Prefixes of hybrids are shared where a state is kept, and only there. Bits stay the same."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import GREEDY, engine_config, lagging, prompts, run, tokens
+from mtp import save_tiny_hybrid
+from tiny_models import VOCAB, Tiny
+
+from outrider.engine.config import ConfigError
+from outrider.engine.engine import Engine
+from outrider.engine.memory.device_memory import DeviceMemory
+from outrider.engine.memory.sequence import SequenceMemory
+from outrider.engine.memory.spec import PagedSpec
+from outrider.engine.memory.states import KeptStates
+
+PAGE = 4
+[TEXT] = prompts([60], VOCAB)
+OTHER = [(token + 1) % VOCAB for token in TEXT]
+SCORED = replace(GREEDY, logprobs=1, max_tokens=6)
+
+
+# ---- which prefixes are found
+
+
+class Memory:
+    """Sequences whose prompts are computed at once, chunk by chunk."""
+
+    def __init__(self, num_places: int = 8, interval: int = 16) -> None:
+        self.states = KeptStates(range(100, 100 + num_places), PAGE, interval)
+        self.memory = DeviceMemory([PagedSpec(1)], [64], PAGE, states=self.states)
+        self.at: list[int] = []  # where chunks ended
+
+    def compute(self, token_ids: list[int], slot: int = 0) -> int:
+        """Of how many tokens nothing had to be computed."""
+        one = SequenceMemory(token_ids)
+        found = self.memory.attach_prefix(one, len(token_ids) - 1, slot)
+        assert self.memory.allocate(one, len(token_ids))
+        self.at = []
+        while (left := len(token_ids) - one.num_computed_tokens) > 0:
+            rows = one.rows_up_to_an_edge(left)
+            self.at.append(one.num_computed_tokens + rows)
+            self.memory.launch(one, self.at[-1] - len(token_ids), None)
+        self.memory.release(one)
+        self.memory.check_integrity([])
+        return found
+
+
+def test_chunks_end_where_states_are_kept() -> None:
+    memory = Memory()
+    assert memory.compute(TEXT[:50]) == 0
+    assert memory.at == [16, 32, 48, 50]
+    assert memory.states.take_copies() == [(0, 107), (0, 106), (0, 105)]
+    # From the last edge on, too little is left to keep another.
+    assert memory.compute(TEXT[:50], slot=3) == 48
+    assert memory.at == [50]
+    assert memory.states.take_copies() == [(105, 3)]
+
+
+def test_a_prefix_is_shared_up_to_a_state_and_no_further() -> None:
+    memory = Memory()
+    memory.compute(TEXT[:50])
+    assert memory.compute([*TEXT[:30], *OTHER[30:50]]) == 16
+    # It kept one where it began to differ: the pages in front of that were there already.
+    assert memory.at == [28, 32, 48, 50]
+    assert memory.compute([*TEXT[:28], *OTHER[20:40]]) == 28
+
+
+def test_a_short_prompt_keeps_nothing() -> None:
+    memory = Memory(interval=64)
+    memory.compute(TEXT[:8])
+    assert memory.at == [8]
+    assert memory.compute(TEXT[:8]) == 0
+
+
+def test_states_that_nobody_asked_for_go_first() -> None:
+    memory = Memory(num_places=2)
+    memory.compute(TEXT[:50])
+    assert memory.compute(TEXT[:50]) == 48
+    memory.compute(OTHER[:50])
+    assert memory.compute(TEXT[:50]) == 48
+    assert memory.compute(OTHER[:50]) == 48
+    # Then the one that was used longest ago.
+    memory.compute(OTHER[1:51])
+    assert memory.compute(TEXT[:50]) == 0
+
+
+def test_a_state_goes_with_the_page_in_front_of_it() -> None:
+    memory = Memory()
+    memory.compute(TEXT[:50])
+    one = SequenceMemory(OTHER * 4)
+    memory.memory.attach_prefix(one, 0, 1)
+    assert memory.memory.allocate(one, 63 * PAGE)
+    memory.memory.release(one)
+    assert memory.compute(TEXT[:50]) == 0
+
+
+def test_a_sequence_that_may_be_spoilt_leaves_no_state() -> None:
+    memory = Memory()
+    memory.compute(TEXT[:50])
+    one = SequenceMemory(TEXT[:50])
+    memory.memory.attach_prefix(one, 49, 0)
+    memory.memory.forget(one)
+    memory.memory.release(one)
+    assert memory.compute(TEXT[:50]) == 0
+
+
+def test_a_sequence_waits_for_a_state_that_is_coming() -> None:
+    memory = Memory().memory
+    first, second = (SequenceMemory([*TEXT[:end], 0]) for end in (49, 59))
+    memory.attach_prefix(first, 49, 0)
+    memory.allocate(first, 50)
+    for end, is_coming in ((16, True), (32, True), (48, False)):
+        memory.launch(first, end - 50, None)
+        assert memory.prefix_is_coming(second, 59, [first]) == is_coming
+
+
+# ---- the same answers
+
+
+@pytest.fixture
+def target(tiny_model: Tiny) -> Path:
+    return tiny_model("qwen3_5_text")
+
+
+def answers(engine: Engine, asked: list[list[int]]) -> list[Any]:
+    outputs = run(engine, asked, SCORED)
+    return [
+        (tokens(each), [entry.logprob for o in each for entry in o.logprobs or ()])
+        for each in outputs
+    ]
+
+
+def plainly(target: Path, asked: list[list[int]]) -> list[Any]:
+    """Each by itself, without any cache."""
+    config = engine_config(target, proposer="none", prefix_caching=False, max_num_seqs=1)
+    return answers(Engine(replace(config, batch_invariant=True)), asked)
+
+
+ASKED = [TEXT, TEXT[:41], [*TEXT[:33], *OTHER[:9]], TEXT, OTHER[:37], [*TEXT[:33], 5]]
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+@pytest.mark.parametrize("make", [Engine, lagging])
+def test_answers_from_kept_states_have_the_same_bits(
+    make: Callable[..., Engine], has_head: bool, target: Path, tmp_path: Path
+) -> None:
+    if has_head:
+        target = save_tiny_hybrid(tmp_path / "model")
+    options: dict[str, Any] = {"k": 2} if has_head else {"proposer": "suffix"}
+    config = engine_config(
+        target, target if has_head else None, state_interval=8, max_num_seqs=2, **options
+    )
+    engine = make(replace(config, batch_invariant=True))
+    expected = plainly(target, ASKED)
+    assert answers(engine, ASKED) == expected
+    for prompt, answer in zip(ASKED, expected, strict=True):  # one after the other
+        assert answers(engine, [prompt]) == [answer]
+    assert engine.stats().cached_tokens > 200
+    engine.check_integrity()
+
+
+def test_a_preempted_sequence_goes_on_from_a_state(target: Path) -> None:
+    config = engine_config(
+        target, num_pages=30, proposer="suffix", state_interval=8, max_num_batched_tokens=24
+    )
+    engine = Engine(replace(config, batch_invariant=True))
+    asked = prompts([30, 25, 31, 28], VOCAB)
+    assert answers(engine, asked) == plainly(target, asked)
+    assert engine.stats().preemptions > 0
+    engine.check_integrity()
+
+
+def test_no_state_is_kept_without_a_prefix_cache(target: Path) -> None:
+    config = engine_config(target, prefix_caching=False, state_interval=8, max_num_seqs=3)
+    engine = Engine(config)
+    assert engine.info.num_states == 4
+    for _ in range(2):
+        answers(engine, [TEXT])
+    assert engine.stats().cached_tokens == 0
+
+
+def test_a_second_tier_of_pages_without_states_is_refused(target: Path) -> None:
+    config = engine_config(target)
+    config = replace(config, cache=replace(config.cache, host_gib=0.01))
+    with pytest.raises(ConfigError, match=r"states that this model keeps .* set it to 0"):
+        Engine(config)
