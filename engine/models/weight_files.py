@@ -1,7 +1,8 @@
 """Which file of a model directory gives a tensor: one rule for all that read safetensors files.
 
 The index decides. Without one, the tensors are those of model.safetensors and of a checkpoint in
-numbered parts. Only headers are read here, and torch is not needed.
+numbered parts. An MTP head may have a file of its own, which counts if it is there, whatever the
+index says. Only headers are read here, and torch is not needed.
 """
 
 import json
@@ -11,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MTP_FILE = "mtp.safetensors"
 _PART = re.compile(r"model-\d+-of-(\d{1,6})\.safetensors")
 # What names begin with, and with what those of a model of text.
 _TEXT_PARTS = {"model.language_model.": "model.", "model.mtp.": "mtp."}
@@ -101,7 +103,15 @@ def _index(folder: Path) -> dict[str, str] | None:
     for file in files.values():
         if file.is_absolute() or ".." in file.parts:
             raise WeightFileError(f"{INDEX} names {file}, which is outside the model's directory")
-    return {name: str(file) for name, file in files.items()}  # `./x` has become `x`
+    index = {name: str(file) for name, file in files.items()}  # `./x` has become `x`
+    if (folder / _MTP_FILE).is_file():
+        own = dict.fromkeys(_header(folder / _MTP_FILE), _MTP_FILE)
+        return {name: file for name, file in own.items() if _is_mtp(name)} | index
+    return {name: file for name, file in index.items() if file != _MTP_FILE or not _is_mtp(name)}
+
+
+def _is_mtp(name: str) -> bool:
+    return name_in_text(name).startswith("mtp.")
 
 
 def _parts(folder: Path) -> list[str]:
@@ -116,7 +126,7 @@ def _parts(folder: Path) -> list[str]:
             f"it has neither {SINGLE} nor {INDEX}, nor parts named model-00001-of-00002"
             f".safetensors and so on; its weight files are {', '.join(names) or 'none'}"
         )
-    return sorted(files)
+    return sorted([*files, *({_MTP_FILE} & {*names})])
 
 
 def _header(path: Path) -> dict[str, Stored]:

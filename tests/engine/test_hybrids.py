@@ -13,7 +13,15 @@ import torch
 from engines import GREEDY, engine_config, is_greedy, lagging, prompts, run, tokens
 from mtp import PlainHybrid, save_tiny_hybrid
 from safetensors.torch import load_file, save_file
-from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor, save_tiny_model
+from tiny_models import (
+    DEVICE,
+    VOCAB,
+    Tiny,
+    change_config,
+    change_tensor,
+    save_tiny_model,
+    write_index,
+)
 
 from outrider.engine.api import NewRequest
 from outrider.engine.config import ModelConfig
@@ -26,6 +34,7 @@ from outrider.engine.models.heads.config import HeadError
 from outrider.engine.models.heads.loading import load_head
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.parts import delta_net
+from outrider.engine.models.weight_files import stored_tensors, unread_files
 
 K = 4
 
@@ -143,6 +152,30 @@ def test_an_mtp_head_is_found_under_the_models_name_too(tmp_path: Path) -> None:
     named = {f"model.{n}" if n.startswith("mtp.") else n: tensor for n, tensor in tensors.items()}
     save_file(named, path / "model.safetensors", metadata={"format": "pt"})
     assert Engine(engine_config(path, path, k=2)).info.proposer == "mtp"
+
+
+@pytest.mark.parametrize("indexed", ["nothing", "the model", "all"])
+def test_an_mtp_head_may_have_a_file_of_its_own(indexed: str, tmp_path: Path) -> None:
+    """Outside the index, in it, or in it although there is no such file."""
+    path = save_tiny_hybrid(tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    of_head = {name: tensors.pop(name) for name in list(tensors) if name.startswith("mtp.")}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(of_head, path / "mtp.safetensors", metadata={"format": "pt"})
+    places = dict.fromkeys(tensors, "model.safetensors")
+    if indexed == "all":
+        places |= dict.fromkeys(of_head, "mtp.safetensors")
+    if indexed != "nothing":
+        write_index(path, places)
+    assert set(stored_tensors(path)) == {*tensors, *of_head}
+    assert unread_files(path) == []
+    config = ModelConfig(path=str(path), dtype="float32", is_mtp=True)
+    network = load_network(config, DEVICE)
+    load_head(config, network, config.path)
+    (path / "mtp.safetensors").unlink()
+    assert set(stored_tensors(path)) == {*tensors}
+    with pytest.raises(HeadError, match="its files hold no MTP head"):
+        load_head(config, network, config.path)
 
 
 def test_a_missing_mtp_head_is_said(target: Path) -> None:

@@ -30,7 +30,8 @@ def quantise(plain: Path, folder: Path, name: str, *, leave: tuple[str, ...] = (
     quantised, meant = {}, dict(tensors)
     for key, tensor in tensors.items():
         layer = key.removesuffix(".weight")
-        if not layer.endswith("_proj") or any(part in key for part in leave):
+        is_left = any(part in key for part in leave)
+        if tensor.ndim != 2 or "_proj" not in layer.rpartition(".")[2] or is_left:
             quantised[key] = tensor
             continue
         made, meant[key] = format_.make(tensor)
