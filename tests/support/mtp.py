@@ -133,7 +133,9 @@ class PlainHybrid:
             e = self.model.model.embed_tokens(torch.tensor(following))
             both = (self.norm("pre_fc_norm_embedding", e), self.norm("pre_fc_norm_hidden", h))
             x = (torch.cat(both, -1) @ self.w["mtp.fc.weight"].T)[None]
-            places = torch.arange(len(following)).expand(3, 1, -1)  # time, height and width
+            places = torch.arange(len(following))[None]
+            if hasattr(self.model.model.rotary_emb, "mrope_section"):
+                places = places.expand(3, 1, -1)  # time, height and width
             mask = torch.full((len(following), len(following)), -torch.inf).triu(1)[None, None]
             rotary = self.model.model.rotary_emb(x, places)
             x = self.layer(x, position_embeddings=rotary, attention_mask=mask)
