@@ -32,7 +32,8 @@ LEFT = """
 
   1. Set the date of {version} in CHANGELOG.md, and commit.       {dated}
   2. git tag --sign v{version} && git push origin v{version}
-  3. python -m twine upload {files}
+  3. python -m twine upload {archive}
+     An index takes no wheel of one system alone: attach {wheel} to the release instead.
   4. for image in cpu cuda; do docker build --file docker/Dockerfile --target $image \\
        --build-arg VERSION={version} --tag outrider:{version}-$image .; done
      Try each with `docker run`, then push both.
@@ -168,7 +169,8 @@ def main() -> None:
     print(
         LEFT.format(
             version=version,
-            files=f"{archive} {wheel}",
+            archive=archive,
+            wheel=wheel,
             dated="(done)" if today in changelog else f"({today})",
         )
     )

@@ -39,5 +39,5 @@ def test_no_release_is_built_without_notes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_images_are_given_the_version() -> None:
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
     assert "org.opencontainers.image.version=$VERSION" in dockerfile
-    left = release.LEFT.format(version="9.8.7", files="", dated="")
+    left = release.LEFT.format(version="9.8.7", archive="", wheel="", dated="")
     assert left.count("--build-arg VERSION=9.8.7") == 1
