@@ -10,7 +10,8 @@ slot, is void in the steps launched meanwhile: `commit` passes over it.
 import os
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,6 +35,7 @@ from .pace import Pace
 from .request import Request
 from .scheduling.adaptive_speculation import AdaptiveSpeculation
 from .scheduling.commit import Committer
+from .scheduling.price import Price
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequences import Sequences
 from .start_up import make_ready
@@ -103,10 +105,16 @@ class Engine:
             pid=os.getpid(),
         )
 
-    def _begin(self, num_pages: int, max_model_len: int, **learning: Any) -> None:
+    def _begin(
+        self,
+        num_pages: int,
+        max_model_len: int,
+        *,
+        price: Price | None = None,
+        is_learning: bool = False,
+    ) -> None:
         config, slots, pair = self._config, self.worker.slots, self.worker.pair
         budget = self.worker.budget
-        is_learning = "first_ks" in learning
         self._in_flight = None
         memory = DeviceMemory(
             budget.specs,
@@ -121,7 +129,11 @@ class Engine:
         adaptive = None
         if slots.max_drafts > 0 and config.speculation.adaptive:
             stops_early = self.worker.proposer.stops_early
-            adaptive = AdaptiveSpeculation(slots.max_drawn, stops_early=stops_early, **learning)
+            adaptive = AdaptiveSpeculation(
+                slots.max_drawn,
+                stops_early=stops_early,
+                price=Price(lru_cache(4096)(pair.target.padded)) if price is None else price,
+            )
         self.sequences = Sequences(
             config.scheduler, memory, max_model_len, slots.max_drafts, slots.max_drawn, adaptive
         )
@@ -137,9 +149,13 @@ class Engine:
             return None
         return KeptStates(places, self.worker.pair.page_size, cache.state_interval_tokens)
 
-    def start_over(self, **learning: Any) -> None:
-        """Schedule from nothing, over empty pages; `learning` as in AdaptiveSpeculation."""
-        self._begin(self.sequences.memory.num_pages, self.sequences.max_model_len, **learning)
+    def start_over(self, *, price: Price | None = None, is_learning: bool = False) -> None:
+        """Schedule from nothing, over empty pages, with what is known of the `price` of steps.
+
+        `is_learning`: only dummies will come, whose drafts need not be good.
+        """
+        num_pages, max_model_len = self.sequences.memory.num_pages, self.sequences.max_model_len
+        self._begin(num_pages, max_model_len, price=price, is_learning=is_learning)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
@@ -178,7 +194,7 @@ class Engine:
         last_read_s, self._read_s = self._read_s, time.perf_counter()
         if step.device_s is not None:
             self._pace.observe(step.plan, step.device_s, step.launch_s)
-        return self.committer.commit(step.plan, self._read_s - last_read_s)
+        return self.committer.commit(step.plan, self._read_s - last_read_s, step.drafting_s)
 
     def spare_s(self) -> float:
         """How long the next launch may wait for new requests before the device runs dry."""

@@ -3,6 +3,7 @@
 import time
 from typing import TYPE_CHECKING, Any
 
+from .acceptance import OwnAcceptance
 from .api import FinishReason, NewRequest, RequestOutput, SamplingParams, Verification
 from .memory.sequence import SequenceMemory
 
@@ -54,6 +55,7 @@ class Request:
         self.grammar: Grammar | None = None  # the engine sets it; compiled by the first step
 
         self.speculates = True
+        self.acceptance = OwnAcceptance()
         self.arrival_s = time.perf_counter()
         self.queue_s = 0.0
         self.num_cached_tokens: int | None = None  # prefix cache hits when it was first admitted

@@ -42,7 +42,9 @@ class LaunchedStep:
     plan: Plan
     scored: Pass | None  # with logits [sum(k_i + 1), V]; None once verified
     launch_s: float  # host time to launch it
+    drafting_s: float  # host time to draft, until `read`: then the device's
     begin: torch.cuda.Event | None = None
+    drafted: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
     drawn: list[np.ndarray] | None = None  # see `Verifier.verify`
 
@@ -222,8 +224,10 @@ class Worker:
         start_s, begin = time.perf_counter(), self._event()
         with self._threads():
             plan.set_drafts(self.proposer.propose(plan))
+            drafting_s, drafted = time.perf_counter() - start_s, self._event()
             scored = self.scorer.score(plan)
-        return LaunchedStep(plan, scored, time.perf_counter() - start_s, begin)
+        launch_s = time.perf_counter() - start_s
+        return LaunchedStep(plan, scored, launch_s, drafting_s, begin, drafted)
 
     @torch.inference_mode()
     def verify(self, step: LaunchedStep) -> None:
@@ -252,5 +256,7 @@ class Worker:
         """Wait for a step, and enter what it drew and scored in its plan."""
         if step.end is not None:
             step.end.synchronize()
+        if step.begin is not None and step.drafted is not None:
+            step.drafting_s = step.begin.elapsed_time(step.drafted) / 1e3
         self.scorer.read(step.plan)
         self.verifier.read(step.plan, step.drawn)

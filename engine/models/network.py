@@ -247,12 +247,19 @@ class Network(PagedLayers):
 
     def forward(self, batch: HostBatch) -> Pass:
         """Compute the batch's rows, and store their KV in the pages."""
-        smallest_first = reversed(self.captured)
-        shape = next((s for s in smallest_first if _holds(s, batch.shape)), None)
-        shape = shape or batch.shape
+        shape = self._shape_for(batch.shape)
         computed = self._phase(batch.packed(shape[0], self._slots.dummy), shape)
         _, _, num_logits = batch.shape
         return computed._replace(logits=computed.logits[:num_logits], shape=shape)
+
+    def _shape_for(self, wanted: Shape) -> Shape:
+        """The smallest captured shape that holds a batch; the batch's own if none does."""
+        return next((s for s in reversed(self.captured) if _holds(s, wanted)), wanted)
+
+    def padded(self, num_seqs: int, num_rows: int) -> tuple[int, int]:
+        """The sequences and rows that are computed for so many, if every row has logits."""
+        size, rows, _ = self._shape_for((num_seqs, num_rows, num_rows))
+        return size, rows
 
     def run(self, packed: Tensor, shape: Shape) -> Pass:
         """The captured part of `forward`, over a batch packed to this shape."""

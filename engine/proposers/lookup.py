@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 
 from outrider.kernels.verify.sampling import MAX_DRAFTS
 
+from ..acceptance import Hits, OwnHits
 from ..api import SourceName
 from ..request import Request
-from ..scheduling.acceptance import Hits, OwnHits
 from ..scheduling.plan import Plan, ScheduledRequest, Wish
 from ..state.slots import Slots
 from .proposer import Counts, Source

@@ -3,9 +3,9 @@
 from bisect import bisect_left
 from typing import Any
 
+from ..acceptance import DeadDrafts
 from ..api import STEP_TOKENS, RequestOutput
 from ..request import Request
-from .acceptance import DeadDrafts
 from .adaptive_speculation import times_decoding
 from .plan import Plan, ScheduledRequest
 from .sequences import Sequences
@@ -39,12 +39,13 @@ class Committer:
                 request.drafts_in_flight = scheduled.known_drafts
             self._memory.launch(scheduled.memory, scheduled.relative_end, scheduled.draft_end)
 
-    def commit(self, plan: Plan, elapsed_s: float) -> list[RequestOutput]:
+    def commit(self, plan: Plan, elapsed_s: float, drafting_s: float) -> list[RequestOutput]:
         """Advance every sequence by what a step drew; ends those that are done, skips void ones.
 
-        `elapsed_s` is the time from when the step before was read to when this one was.
+        `elapsed_s` is the time from when the step before was read to when this one was, of which
+        drafting took `drafting_s`.
         """
-        self._observe(plan, elapsed_s)
+        self._observe(plan, elapsed_s, drafting_s)
         num_generated = self._stats.generation_tokens
         num_of_prompts = sum(
             scheduled.num_new_tokens
@@ -68,7 +69,7 @@ class Committer:
         self._stats.step_tokens += num_tokens
         self._stats.steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
 
-    def _observe(self, plan: Plan, elapsed_s: float) -> None:
+    def _observe(self, plan: Plan, elapsed_s: float, drafting_s: float) -> None:
         """Report to the choice of k how many drafts were accepted, and how long the step took.
 
         Looked-up drafts say nothing of a model's, for which k is chosen.
@@ -79,20 +80,23 @@ class Committer:
             self._stats.dead_drafts += self._dead_drafts.observe(sum(wanted), sum(accepted))
         if plan.follows_another:
             self._sequences.chunks.observe(plan.num_prompt_rows, elapsed_s)
+        by_position = self._sequences.acceptance.by_position
+        for s, num_drafts, num_accepted in zip(drawn, wanted, accepted, strict=True):
+            s.request.acceptance.observe(num_drafts, num_accepted, by_position)
         adaptive = self._sequences.adaptive
         if adaptive is None or not plan.drawing:
             self._sequences.acceptance.observe(wanted, accepted)
             return
         num_prefill_rows = sum(s.num_new_tokens for s in plan.scheduled) - len(plan.scheduled)
         is_timed = plan.follows_another and times_decoding(num_prefill_rows, len(plan.drawing))
-        are_open = [s for s in drawn if s.request.params.num_speculative_tokens is None]
         adaptive.observe(
-            max((s.num_drafts for s in are_open), default=None),
             plan.num_decoding,
             wanted,
             accepted,
             elapsed_s if is_timed else None,
-            sum(s.num_drafts for s in plan.drawing if s.is_looked_up),
+            drafting_s,
+            num_looked_up=sum(s.num_drafts for s in plan.drawing if s.is_looked_up),
+            is_trial=plan.is_trial,
         )
 
     def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:

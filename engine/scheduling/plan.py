@@ -135,6 +135,7 @@ class Plan:
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     follows_another: bool = False  # directly, with no idle time between
     num_decoding: int = 0  # sequences behind their prompt, for which k was chosen
+    is_trial: bool = False  # it has more or fewer drafts than usual, to see whether that is better
     newcomers: list[Request] = field(default_factory=list)  # those that have just got their slots
     # (from, to): slots whose states are copied before the step, one after the other.
     state_copies: list[tuple[int, int]] = field(default_factory=list)

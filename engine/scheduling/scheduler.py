@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Protocol
 from outrider.kernels.verify.sampling import MAX_DRAFTS
 
 from ..request import Request
-from .adaptive_speculation import times_decoding
 from .lookups import Worth, worth
 from .plan import MAX_PROMPT_LOGITS, Plan, ScheduledRequest, Wish
 from .sequences import Sequences
@@ -47,6 +46,7 @@ class Scheduler:
         self._memory, self._max_model_len = sequences.memory, sequences.max_model_len
         # For requests that leave k open.
         self._num_speculative_tokens, self._least_chance = sequences.max_drawn, 0.0
+        self._chosen: dict[Request, int] = {}  # k, where it is chosen for a sequence alone
         self._worth = Worth(0.0, 0.0)  # of looked-up drafts in the step that is planned
         # How many masks of its grammar each sequence may ask for in this step, where it matters.
         self._num_questions: dict[Request, int] = {}
@@ -71,7 +71,8 @@ class Scheduler:
         if seatable and not self._fits(seatable[0]):
             seatable = []  # it may wait for long, and holds up those behind it
         plan.num_decoding = len(decoding)
-        self._choose_k(len(decoding), prefilling + seatable)
+        self._choose_k(decoding, prefilling + seatable)
+        plan.is_trial = self._sequences.adaptive is not None and self._sequences.adaptive.is_trial
         self._proposer.prepare(
             {r: self._num_questions.get(r, MAX_DRAFTS + 1) for r in decoding if self._may_draft(r)}
         )
@@ -141,20 +142,26 @@ class Scheduler:
             for request in self._sequences.running
         )
 
-    def _choose_k(self, num_decoding: int, prompts: list[Request]) -> None:
-        """Choose the number of drafts for a step that also computes these prompts."""
+    def _choose_k(self, decoding: list[Request], prompts: list[Request]) -> None:
+        """Choose the numbers of drafts for a step that also computes these prompts."""
         adaptive = self._sequences.adaptive
         if adaptive is None:
-            self._worth = worth(num_decoding)
+            self._worth = worth(len(decoding))
             return
-        if not self._sequences.running:
-            adaptive.expect_change()
-        num_prompt_tokens = sum(r.num_uncomputed_tokens for r in prompts)
-        self._num_speculative_tokens = adaptive.choose(
-            num_decoding, is_timed=times_decoding(num_prompt_tokens, num_decoding)
+        drafting = [r for r in decoding if r.speculates and self._proposer.draws_for(r)]
+        named = [k for r in drafting if (k := r.params.num_speculative_tokens) is not None]
+        drafting = [r for r in drafting if r.params.num_speculative_tokens is None]
+        num_prompt_rows = sum(request.num_uncomputed_tokens for request in prompts)
+        chosen = adaptive.choose(
+            len(decoding),
+            [request.acceptance.ratio for request in drafting],
+            [min(k, self._sequences.max_drawn) for k in named],
+            num_prompt_rows=min(num_prompt_rows, self._sequences.config.max_num_batched_tokens),
         )
-        self._least_chance = adaptive.least_chance(num_decoding)
-        self._worth = adaptive.worth(num_decoding, self._num_speculative_tokens)
+        self._num_speculative_tokens = adaptive.k
+        self._chosen = dict(zip(drafting, chosen, strict=True))
+        self._least_chance = adaptive.least_chance(len(decoding))
+        self._worth = adaptive.worth(len(decoding))
 
     def _schedule_running(self, request: Request, budget: int, plan: Plan) -> int:
         """Give a running sequence its share of the step; returns its number of rows, or 0."""
@@ -321,5 +328,7 @@ class Scheduler:
         if not request.speculates or not self._proposer.draws_for(request):
             return 0
         k = request.params.num_speculative_tokens
-        k = self._num_speculative_tokens if k is None else min(k, self._sequences.max_drawn)
+        if k is None:
+            k = self._chosen.get(request, self._num_speculative_tokens)
+        k = min(k, self._sequences.max_drawn)
         return min(k, max(0, self._num_questions.get(request, k + 1) - 1))

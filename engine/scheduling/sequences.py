@@ -7,11 +7,11 @@ from collections.abc import Callable
 from itertools import count
 from operator import attrgetter
 
+from ..acceptance import Acceptance
 from ..api import EngineStats, InvalidRequestError, QueueFullError, RequestOutput
 from ..config import SchedulerConfig
 from ..memory.device_memory import DeviceMemory
 from ..request import Request
-from .acceptance import Acceptance
 from .adaptive_speculation import AdaptiveSpeculation
 from .chunks import Chunks
 

@@ -7,9 +7,9 @@ import pytest
 from engines import GREEDY, engine_config, prompts, run
 from tiny_models import VOCAB, Tiny
 
+from outrider.engine.acceptance import DeadDrafts
 from outrider.engine.engine import Engine
 from outrider.engine.learning import learn_costs
-from outrider.engine.scheduling.acceptance import DeadDrafts
 
 
 def test_drafts_that_never_match_are_reported_once_with_likely_causes(

@@ -4,15 +4,13 @@ import random
 from collections.abc import Callable
 from math import prod
 
+import numpy as np
 import pytest
 
-from outrider.engine.scheduling.acceptance import PRIOR_ACCEPTANCE
-from outrider.engine.scheduling.adaptive_speculation import (
-    MIN_TIMES,
-    UNLIKELY,
-    AdaptiveSpeculation,
-    batch_sizes,
-)
+from outrider.engine.acceptance import PRIOR_ACCEPTANCE, OwnAcceptance
+from outrider.engine.scheduling.adaptive_speculation import UNLIKELY, AdaptiveSpeculation
+from outrider.engine.scheduling.price import Price
+from outrider.engine.scheduling.trials import Choice
 
 StepTime = Callable[[int, int], float]  # (num_seqs, k) -> seconds
 MAX_K = 5
@@ -24,14 +22,14 @@ def decode(
     acceptance: float,
     *,
     num_seqs: int = 1,
-    num_steps: int = 2000,
+    num_steps: int = 1000,
     seed: int = 0,
 ) -> float:
     """Tokens a second of a sequence, over steps whose time is off by a few percent."""
     rng = random.Random(seed)
     num_tokens, total_s = 0, 0.0
     for _ in range(num_steps):
-        k = adaptive.choose(num_seqs)
+        k = choose(adaptive, num_seqs)
         accepted = [stood(rng, k, acceptance) for _ in range(num_seqs)]
         elapsed_s = step_s(num_seqs, k) * rng.uniform(0.97, 1.03)
         observe(adaptive, [k] * num_seqs, accepted, elapsed_s)
@@ -40,14 +38,21 @@ def decode(
     return num_tokens / num_seqs / total_s
 
 
+def choose(adaptive: AdaptiveSpeculation, num_seqs: int, num_prompt_rows: int = 0) -> int:
+    """k for sequences that all leave it open, and of which nothing is known."""
+    chosen = adaptive.choose(num_seqs, [1.0] * num_seqs, num_prompt_rows=num_prompt_rows)
+    assert chosen == [adaptive.k] * num_seqs
+    return adaptive.k
+
+
 def observe(
     adaptive: AdaptiveSpeculation,
     wanted: list[int],
     accepted: list[int],
     elapsed_s: float | None,
 ) -> None:
-    """Tell of a step of sequences that all leave the choice of k open."""
-    adaptive.observe(max(wanted), len(wanted), wanted, accepted, elapsed_s)
+    """Report the step that was chosen last."""
+    adaptive.observe(len(wanted), wanted, accepted, elapsed_s, is_trial=adaptive.is_trial)
 
 
 def stood(rng: random.Random, k: int, acceptance: float) -> int:
@@ -87,8 +92,8 @@ def test_to_be_allowed_more_drafts_costs_next_to_nothing(base: float, least_gain
     rates = []
     for most in (4, 6):
         adaptive, rng, num_tokens, total_s = AdaptiveSpeculation(most), random.Random(0), 0, 0.0
-        for _ in range(3000):
-            k = adaptive.choose(1)
+        for _ in range(1500):
+            k = choose(adaptive, 1)
             fell = (j for j in range(k) if rng.random() >= base - 0.03 * j)
             accepted = next(fell, k)
             elapsed_s = (0.030 + 0.0015 * k) * rng.uniform(0.99, 1.01)
@@ -106,9 +111,10 @@ SURE, UNSURE = 0.95, 0.3  # chances of a draft, of which the proposer knows
 def test_drafts_go_on_while_they_pay(step_s: StepTime, num_seqs: int) -> None:
     """Half of all drafts are sure to stand, the others are not: no fixed k suits both."""
     adaptive, rng = AdaptiveSpeculation(MAX_K, stops_early=True), random.Random(0)
+    a_draft_s, acceptance = step_s(1, 1) - step_s(1, 0), (SURE + UNSURE) / 2
     num_tokens, total_s = 0, 0.0
     for _ in range(2000):
-        k, least_chance = adaptive.choose(num_seqs), adaptive.least_chance(num_seqs)
+        k, least_chance = choose(adaptive, num_seqs), adaptive.least_chance(num_seqs)
         drafted, accepted = [], []
         for _ in range(num_seqs):
             chances: list[float] = []
@@ -117,11 +123,14 @@ def test_drafts_go_on_while_they_pay(step_s: StepTime, num_seqs: int) -> None:
             drafted.append(len(chances))
             fell = (j for j, chance in enumerate(chances) if rng.random() >= chance)
             accepted.append(next(fell, len(chances)))
-        elapsed_s = step_s(num_seqs, 0) + sum(drafted) * (step_s(1, 1) - step_s(1, 0))
-        observe(adaptive, drafted, accepted, elapsed_s * rng.uniform(0.97, 1.03))
+        elapsed_s = step_s(num_seqs, 0) + sum(drafted) * a_draft_s
+        pace, drafting_s = rng.uniform(0.97, 1.03), sum(drafted) * a_draft_s / 2
+        is_trial = adaptive.is_trial
+        adaptive.observe(
+            num_seqs, drafted, accepted, elapsed_s * pace, drafting_s * pace, is_trial=is_trial
+        )
         num_tokens += sum(accepted) + num_seqs
         total_s += elapsed_s
-    a_draft_s, acceptance = step_s(1, 1) - step_s(1, 0), (SURE + UNSURE) / 2
     best = max(
         sum(acceptance**j for j in range(k + 1)) / (step_s(num_seqs, 0) + num_seqs * k * a_draft_s)
         for k in range(MAX_K + 1)
@@ -136,14 +145,13 @@ def test_no_draft_is_held_to_a_price_before_its_cost_is_known() -> None:
 def test_nothing_is_drafted_for_long_where_no_draft_stands() -> None:
     adaptive = AdaptiveSpeculation(MAX_K)
     decode(adaptive, memory_bound, 0.0)
-    chosen = [adaptive.choose(1) for _ in range(20)]
+    chosen = [choose(adaptive, 1) for _ in range(20)]
     assert chosen == [0] * 20
 
 
 def test_drafting_resumes_when_the_text_turns_predictable() -> None:
     adaptive = AdaptiveSpeculation(MAX_K)
     decode(adaptive, memory_bound, 0.0)
-    adaptive.expect_change()
     rate = decode(adaptive, memory_bound, 0.9)
     assert rate > 0.85 * best_fixed_rate(memory_bound, 0.9, 1)
 
@@ -160,32 +168,42 @@ def test_each_batch_size_has_its_own_k() -> None:
 def test_a_step_that_was_held_up_does_not_move_the_choice() -> None:
     adaptive = AdaptiveSpeculation(MAX_K)
     decode(adaptive, memory_bound, 0.8)
-    k = adaptive.choose(1)
+    k = usual(adaptive)
     observe(adaptive, [k], [k], 5.0)
-    assert adaptive.choose(1) == k
+    assert usual(adaptive) == k
+
+
+def usual(adaptive: AdaptiveSpeculation) -> int:
+    """The k of a step that is no trial."""
+    while True:
+        k = choose(adaptive, 1)
+        if not adaptive.is_trial:
+            return k
 
 
 def test_a_machine_that_slows_down_does_not_move_the_choice() -> None:
     adaptive = AdaptiveSpeculation(MAX_K)
     decode(adaptive, memory_bound, 0.8)
-    k = adaptive.choose(1)
+    k = usual(adaptive)
+    adaptive.acceptance.observe = lambda *_: None  # type: ignore[method-assign]
     for _ in range(20):
         observe(adaptive, [k], [k], 2 * memory_bound(1, k))
-        assert adaptive.choose(1) == k
+        assert usual(adaptive) == k
 
 
 def test_where_no_step_can_be_timed_nothing_is_drafted() -> None:
     adaptive = AdaptiveSpeculation(MAX_K)
     for step in range(50):
-        assert adaptive.choose(32, is_timed=False) == 0
-        observe(adaptive, [0] * 32, [0] * 32, 0.1 if step % 2 else None)
+        assert choose(adaptive, 32, num_prompt_rows=1000) == 0
+        assert not adaptive.is_measuring
+        observe(adaptive, [0] * 32, [0] * 32, 0.1 if step in (10, 20) else None)
 
 
 def test_k_is_found_though_some_sequences_always_draft_fewer() -> None:
     adaptive = AdaptiveSpeculation(MAX_K)
     chosen = []
     for _ in range(200):
-        chosen.append(adaptive.choose(4))
+        chosen.append(choose(adaptive, 4))
         observe(adaptive, [chosen[-1]] * 3 + [0], [0] * 4, compute_bound(3, chosen[-1]))
     assert chosen[100:].count(0) >= 90
 
@@ -194,39 +212,21 @@ def test_a_new_batch_size_takes_few_steps_to_know() -> None:
     adaptive = AdaptiveSpeculation(MAX_K)
     chosen = []
     for _ in range(50):
-        chosen.append(adaptive.choose(1))
+        chosen.append(choose(adaptive, 1))
         observe(adaptive, [chosen[-1]], [chosen[-1]], memory_bound(1, chosen[-1]))
-    assert set(chosen[:11]) == {0, 1}
+    assert not any(chosen[:3])
     assert set(chosen[25:]) == {MAX_K}
 
 
 @pytest.mark.parametrize("stops_early", [False, True])
-def test_costs_that_are_known_already_outlive_the_text_they_were_learned_with(
-    stops_early: bool,
-) -> None:
-    before = AdaptiveSpeculation(MAX_K, first_ks=(0, 1, MAX_K))
-    assert not before.knows(1)
-    for _ in range(50):
-        k = before.choose(1)
-        observe(before, [k], [0], memory_bound(1, k))
-    assert before.knows(1)
-    adaptive = AdaptiveSpeculation(MAX_K, stops_early=stops_early, known=before)
-    assert adaptive.choose(1) >= MAX_K - 1  # best by the acceptance that is assumed at first
-    a_draft = memory_bound(1, 1) / memory_bound(1, 0) - 1  # in tokens, as no draft has stood yet
-    worth = pytest.approx(a_draft / PRIOR_ACCEPTANCE)
-    assert adaptive.least_chance(1) == (worth if stops_early else UNLIKELY)
-
-
-@pytest.mark.parametrize("most", [1, 2, 7, 32, 100])
-def test_every_batch_is_of_one_of_the_sizes_whose_costs_are_learned(most: int) -> None:
-    sizes = batch_sizes(most)
-    assert sizes[0] == 1
-    assert sizes[-1] == most
-    for num_seqs in range(1, most + 1):
-        adaptive = AdaptiveSpeculation(MAX_K)
-        for size in sizes:
-            decode(adaptive, memory_bound, 0.5, num_seqs=size, num_steps=12)
-        assert adaptive.knows(num_seqs)
+def test_prices_outlive_the_text_they_were_learned_with(stops_early: bool) -> None:
+    price = Price()
+    for k in (0, 1, MAX_K) * 5:
+        price.observe(1, 1 + k, k, memory_bound(1, k), 0.003 * k, is_usual=False)
+    adaptive = AdaptiveSpeculation(MAX_K, stops_early=stops_early, price=price)
+    assert choose(adaptive, 1) >= MAX_K - 1  # best by the acceptance that is assumed at first
+    least = adaptive.least_chance(1)
+    assert UNLIKELY < least < PRIOR_ACCEPTANCE if stops_early else least == UNLIKELY
 
 
 @pytest.mark.parametrize("pinned_k", [0, 2, MAX_K])
@@ -235,32 +235,32 @@ def test_a_sequence_with_a_k_of_its_own_keeps_nobody_from_drafting(pinned_k: int
     rng = random.Random(0)
     chosen = []
     for _ in range(300):
-        k = adaptive.choose(4)
+        [k, *_] = adaptive.choose(4, [1.0] * 3, [pinned_k])
         wanted = [pinned_k, k, k, k]
         accepted = [stood(rng, w, 0.9) for w in wanted]
-        elapsed_s = memory_bound(4, 0) + 0.001 * sum(wanted)
-        adaptive.observe(k, 4, wanted, accepted, elapsed_s)
+        observe(adaptive, wanted, accepted, memory_bound(4, 0) + 0.001 * sum(wanted))
         chosen.append(k)
     assert chosen[100:].count(MAX_K) >= 150
 
 
-def test_sequences_that_all_have_a_k_of_their_own_teach_no_cost() -> None:
-    adaptive = AdaptiveSpeculation(MAX_K)
-    for _ in range(300):  # all take the same time, whatever is chosen
-        adaptive.choose(4)
-        adaptive.observe(None, 4, [2] * 4, [0] * 4, 0.1)
-    chosen = []
-    for _ in range(100):
-        chosen.append(adaptive.choose(4))
-        observe(adaptive, [chosen[-1]] * 4, [0] * 4, compute_bound(4, chosen[-1]))
-    assert chosen[20:].count(0) >= 70
+def test_drafts_beside_a_sequence_that_has_some_anyway_cost_rows_alone() -> None:
+    """The draft passes are there; rows are free up to 16."""
+    price = Price()
+    for k in (0, 1, 2, 3) * 3:
+        rows_s = 1.0 if k < 3 else 3.0
+        price.observe(4, 4 + 4 * k, k, rows_s + 0.8 * k, 0.8 * k, is_usual=False)
+    adaptive = AdaptiveSpeculation(3, price=price)
+    for _ in range(20):
+        adaptive.observe(4, [3] * 4, [1, 0] * 2, None, 2.4)
+    assert adaptive.choose(4, [1.0] * 4) == [0] * 4
+    assert adaptive.choose(4, [1.0] * 3, [3]) == [1] * 3
 
 
 def test_a_size_whose_plain_steps_are_unknown_can_be_asked_about() -> None:
     adaptive = AdaptiveSpeculation(4, stops_early=True)
-    for _ in range(2 * MIN_TIMES):
+    for _ in range(8):
         observe(adaptive, [1, 0], [0, 0], 0.01)
-    assert adaptive.choose(2) == 0
+    assert 0 <= choose(adaptive, 2) <= 4
     assert adaptive.least_chance(2) > 0
 
 
@@ -269,7 +269,56 @@ def test_newcomers_do_not_hide_what_a_step_costs() -> None:
     adaptive = AdaptiveSpeculation(4)
     chosen = []
     for _ in range(60):
-        k = adaptive.choose(1)
+        k = choose(adaptive, 1)
         chosen.append(k)
-        adaptive.observe(k, 1, [k, 0], [k, 0], memory_bound(1, k))
+        adaptive.observe(1, [k, 0], [k, 0], memory_bound(1, k), is_trial=adaptive.is_trial)
     assert chosen[-1] > 0
+
+
+def known(step_s: StepTime, num_seqs: int, max_k: int) -> Price:
+    price = Price()
+    for k in [*range(max_k + 1)] * 3:
+        price.observe(num_seqs, num_seqs * (k + 1), k, step_s(num_seqs, k), 0.0, is_usual=False)
+    return price
+
+
+def test_the_likeliest_drafts_of_the_whole_batch_get_the_rows() -> None:
+    """A row is worth a chance of about a half: hopeless sequences get none, others the most."""
+    adaptive = AdaptiveSpeculation(3, price=known(lambda n, k: n * (1 + 0.5 * k), 8, 3))
+    easy, hard = OwnAcceptance(), OwnAcceptance()
+    for _ in range(30):
+        adaptive.observe(8, [3] * 8, [3] * 4 + [0] * 4, None)
+        easy.observe(3, 3, adaptive.acceptance.by_position)
+        hard.observe(3, 0, adaptive.acceptance.by_position)
+    chosen = adaptive.choose(8, [easy.ratio, hard.ratio] * 4)
+    assert sum(chosen[::2]) > 8
+    assert not any(chosen[1::2])
+
+
+def test_of_equal_chances_the_earlier_draft_comes_first() -> None:
+    """Else a sequence would have a later draft in place of an earlier one."""
+    adaptive = AdaptiveSpeculation(2)
+    chances_np = np.array([[1.0, 1.0], [0.5, 0.5], [1.0, 0.2]])
+    for num_drafts, expected in ((1, [1, 0, 0]), (3, [2, 0, 1]), (4, [2, 1, 1]), (5, [2, 2, 1])):
+        assert adaptive._shares(Choice(2, num_drafts, 1.0, 1.0), chances_np) == expected
+
+
+def test_a_hopeless_draft_costs_a_hundredth_of_the_time() -> None:
+    adaptive = AdaptiveSpeculation(MAX_K)
+    decode(adaptive, memory_bound, 0.0, num_steps=200)
+    rate = decode(adaptive, memory_bound, 0.0)
+    assert 0.985 < rate * memory_bound(1, 0) < 1.02
+
+
+def test_a_draft_that_must_read_what_it_has_missed_is_tried_less_often() -> None:
+    num_trials = []
+    for late_s in (0.0, 3.0):
+        adaptive, before, count = AdaptiveSpeculation(MAX_K), 0, 0
+        for _ in range(2000):
+            k = choose(adaptive, 1)
+            count += adaptive.is_trial
+            missed_s = late_s if k > 0 == before else 0.0
+            observe(adaptive, [k], [0], memory_bound(1, k) + missed_s)
+            before = k
+        num_trials.append(count)
+    assert num_trials[0] > 3 * num_trials[1] > 0

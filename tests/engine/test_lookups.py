@@ -9,14 +9,15 @@ import pytest
 from engines import GREEDY, engine_config, lagging, prompts, run, tokens
 from tiny_models import VOCAB, Tiny
 
+from outrider.engine.acceptance import Hits, OwnHits
 from outrider.engine.api import NewRequest
 from outrider.engine.engine import Engine
 from outrider.engine.proposers.lookup import Found, Lookup
 from outrider.engine.request import Request
-from outrider.engine.scheduling.acceptance import Hits, OwnHits
-from outrider.engine.scheduling.adaptive_speculation import MIN_TIMES, AdaptiveSpeculation
+from outrider.engine.scheduling.adaptive_speculation import AdaptiveSpeculation
 from outrider.engine.scheduling.lookups import Worth
 from outrider.engine.scheduling.plan import Plan
+from outrider.engine.scheduling.price import MIN_TIMES
 from outrider.engine.state.slots import Slots
 from outrider.engine.worker import LaunchedStep
 
@@ -130,31 +131,33 @@ def test_without_a_hit_steps_are_those_of_plain_decoding(
 
 def test_their_rows_are_priced_and_teach_nothing_else() -> None:
     adaptive = AdaptiveSpeculation(3)
-    guessed = adaptive.worth(2, 0).best(falling(0.9))
+    guessed = adaptive.worth(2).best(falling(0.9))
     assert 0 < guessed[0] < 32
-    for _ in range(20):
-        adaptive.observe(0, 2, [0, 0], [0, 0], 1.0)
-    taught = adaptive.acceptance.expected(3), adaptive.choose(2)
-    for num_drafts in (8, 32) * MIN_TIMES:  # another row for both takes a fiftieth of a step
-        time_s = 1.0 + 0.01 * num_drafts
-        adaptive.observe(None, 2, [0], [0], time_s, num_drafts)
-    assert (adaptive.acceptance.expected(3), adaptive.choose(2)) == taught
-    assert adaptive.worth(2, 0).best(falling(0.9)) == Worth(2, 0.01).best(falling(0.9)) > guessed
+    for num_rows in (2, 4, 8) * 5:  # another row for both takes a fiftieth of a step
+        adaptive.price.observe(2, num_rows, 0, 0.98 + 0.01 * num_rows, is_usual=False)
+    taught = adaptive.acceptance.expected(3), adaptive.price.of(2, 8, 3)
+    priced = adaptive.worth(2).best(falling(0.9))
+    assert priced[0] == Worth(2, 0.01).best(falling(0.9))[0] > guessed[0]
     for _ in range(40):
-        adaptive.observe(0, 2, [0], [0], 9.0, 8)
-    assert adaptive.worth(2, 0).best(falling(0.9)) == (0, 0)
+        adaptive.observe(2, [0], [0], 9.0, num_looked_up=8)
+    assert (adaptive.acceptance.expected(3), adaptive.price.of(2, 8, 3)) == taught
+    dear = adaptive.worth(2)
+    dear.take(*dear.best(falling(0.9)))
+    assert not dear.pays
     for _ in range(1000):  # what was dear once is tried again
-        adaptive.observe(0, 2, [0, 0], [0, 0], 1.0)
-    assert adaptive.worth(2, 0).best(falling(0.9)) == guessed
+        adaptive.observe(2, [0, 0], [0, 0], 1.0)
+    cheap = adaptive.worth(2)
+    cheap.take(*cheap.best(falling(0.9)))
+    assert cheap.pays
 
 
 def test_a_step_has_drafts_only_if_they_are_worth_what_having_any_costs() -> None:
     adaptive = AdaptiveSpeculation(3)
-    for _ in range(20):
-        adaptive.observe(0, 4, [0] * 4, [0] * 4, 1.0)
-    for num_drafts in (8, 16, 64) * MIN_TIMES:  # having any takes a quarter of a step
-        adaptive.observe(None, 4, [], [], 1.25 + 0.01 * num_drafts, num_drafts)
-    alone, together = adaptive.worth(4, 0), adaptive.worth(4, 0)
+    for num_rows in (4, 12, 20, 68) * 3:
+        adaptive.price.observe(4, num_rows, 0, 0.96 + 0.01 * num_rows, is_usual=False)
+    for num_drafts in (8, 16, 64) * 4:  # having any takes a quarter of a step
+        adaptive.observe(4, [], [], 1.25 + 0.01 * num_drafts, num_looked_up=num_drafts)
+    alone, together = adaptive.worth(4), adaptive.worth(4)
     count, gain = alone.best([0.5, 0.4])
     assert count == 2  # the rows themselves would pay
     alone.take(count, gain)
@@ -184,7 +187,7 @@ def test_a_right_prediction_takes_few_steps_where_the_model_does_not_draft(
     engine.scheduler.lag = lag
     adaptive = engine.sequences.adaptive
     assert adaptive is not None
-    adaptive.choose = lambda *args, **options: 0  # type: ignore[method-assign]
+    adaptive.choose = lambda _, ratios, *args, **options: [0] * len(ratios)  # type: ignore[method-assign]
     [plain] = run(engine, [PROMPT], LONG)
     assert len(plain) == 40
     [outputs] = run(engine, [PROMPT], LONG, [tokens(plain)])
@@ -206,7 +209,7 @@ def test_costs_are_learned_though_every_step_could_look_drafts_up(tiny_model: Ti
     [outputs] = run(engine, [PROMPT], params, [tokens(plain)])
     assert tokens(outputs) == tokens(plain)
     assert engine.sequences.adaptive is not None
-    assert engine.sequences.adaptive.knows(1)
+    assert engine.sequences.adaptive.price.knows(1, 1)
     sources = [output.source for output in outputs]
     assert sources.count("prediction") > 4
     assert sources.count("prediction") + 3 * (MIN_TIMES + 2) >= len(sources)

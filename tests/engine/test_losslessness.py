@@ -104,30 +104,25 @@ def test_the_joint_over_many_steps_is_the_targets(
     assert 0 < sum(stats.accepted_per_position) < sum(stats.drafted_per_position)
 
 
-class FollowsTheLastStep(AdaptiveSpeculation):
-    """As many drafts as the last step leads to, whatever a step costs."""
+class FollowsWhatWasAccepted(AdaptiveSpeculation):
+    """As many drafts as a sequence's own past leads to, whatever a step costs."""
 
-    _last = 0
-
-    def choose(self, num_seqs: int, *, is_timed: bool = True) -> int:
-        return self._last % (self._max_k + 1)
-
-    def observe(
+    def choose(
         self,
-        k: int | None,
         num_seqs: int,
-        wanted: Sequence[int],
-        accepted: Sequence[int],
-        elapsed_s: float | None,
-        num_looked_up: int = 0,
-    ) -> None:
-        self._last = 1 + sum(wanted) + 2 * sum(accepted)
+        ratios: Sequence[float],
+        named: Sequence[int] = (),
+        *,
+        num_prompt_rows: int = 0,
+    ) -> list[int]:
+        self.k = self._max_k
+        return [int(997 * ratio) % (self._max_k + 1) for ratio in ratios]
 
 
 def test_a_k_that_follows_what_was_drafted_and_accepted_keeps_the_joint(
     quick_model: Quick, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "AdaptiveSpeculation", FollowsTheLastStep)
+    monkeypatch.setattr(loop, "AdaptiveSpeculation", FollowsWhatWasAccepted)
     target, draft = quick_model(3), quick_model(4)
     config = engine_config(target, draft, k=3, adaptive=True, max_num_seqs=40, num_pages=1024)
     engine = Engine(config)

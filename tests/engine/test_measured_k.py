@@ -74,22 +74,45 @@ def test_the_first_request_is_drafted_for_by_costs_that_were_learned_before(
     monkeypatch.setattr(learning, "LEARNING_S", 1e6)
     stages = []
     learn_costs(engine, lambda stage, done, total: stages.append((stage, done, total)))
-    assert stages[0] == ("measuring what drafts cost", 0, len(stages))
+    assert stages[0] == ("measuring what steps cost", 0, len(stages))
     assert engine.stats() == replace(engine.stats(), steps=0, generation_tokens=0, prompt_tokens=0)
     engine.check_integrity()
     submit(engine, "open", None)
     drafted = drafts_a_step(engine)
-    assert drafted[:40].count(MAX_K) == (40 if a_draft_s < 1 else 0)
+    assert drafted[1:41].count(MAX_K) == (40 if a_draft_s < 1 else 0)
 
 
-@pytest.mark.parametrize("proposer", ["none", "suffix"])
-def test_nothing_is_learned_if_no_draft_can_be_made_at_will(
-    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, proposer: str
+def test_nothing_is_learned_if_nothing_drafts(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_model("llama", seed=0)
-    engine = Engine(engine_config(target, k=MAX_K, proposer=proposer, adaptive=True))
+    engine = Engine(engine_config(target, k=MAX_K, proposer="none", adaptive=True))
     monkeypatch.setattr(engine, "step", pytest.fail)
     learn_costs(engine)
+
+
+def test_rows_are_priced_before_the_first_lookup(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_model("llama", seed=0)
+    engine = Engine(engine_config(target, k=MAX_K, proposer="suffix", adaptive=True))
+    clock, score = Clock(monkeypatch), engine.worker.scorer.score
+    seen: list[tuple[int, ...]] = []
+
+    def timed(plan: Plan) -> object:
+        num_rows = sum(s.num_rows for s in plan.scheduled)
+        clock.now_s += 0.1 + 0.01 * max(0, num_rows - 4)
+        seen.extend(tuple(s.request.token_ids[:1]) for s in plan.scheduled)
+        return score(plan)
+
+    monkeypatch.setattr(engine.worker.scorer, "score", timed)
+    monkeypatch.setattr(learning, "LEARNING_S", 1e6)
+    learn_costs(engine)
+    assert engine.sequences.adaptive is not None
+    price = engine.sequences.adaptive.price
+    assert price.of(1, 4) == pytest.approx(price.of(1, 1))
+    assert price.of(1, 8) == pytest.approx(1.4 * price.of(1, 1))
+    assert len(set(seen)) > 4  # experts are woken by various tokens
 
 
 @pytest.mark.parametrize(("device", "learned"), [("cuda:1", ["learned"]), ("cpu", [])])

@@ -7,8 +7,9 @@ from itertools import accumulate
 
 log = logging.getLogger(__name__)
 
-PRIOR_ACCEPTANCE, PRIOR_STEPS = 0.7, 8  # acceptance assumed at first, and its weight in steps
-ACCEPTANCE_WEIGHT = 1 / 48  # least weight of a step in the running acceptance
+PRIOR_ACCEPTANCE, PRIOR_DRAFTS = 0.7, 8  # assumed at first, and as how many drafts that counts
+LIKENESS = 4  # drafts that the acceptance of the position before counts as
+KEPT, KEPT_IDLE = 1 - 1 / 48, 0.99  # of what was seen: by a step with drafts, and by one without
 
 
 class Acceptance:
@@ -19,21 +20,45 @@ class Acceptance:
 
     def __init__(self, max_k: int) -> None:
         self.by_position = [PRIOR_ACCEPTANCE] * max_k
-        self._num_seen = [PRIOR_STEPS] * max_k  # steps that measured it
+        # By position, of the drafts whose predecessors were accepted; the latest count for most.
+        self._right = [PRIOR_ACCEPTANCE * PRIOR_DRAFTS] * max_k
+        self._tried = [float(PRIOR_DRAFTS)] * max_k
 
     def observe(self, wanted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from a step: of `wanted[i]` drafts for sequence i, `accepted[i]` were accepted."""
-        for j in range(min(max(wanted, default=0), len(self.by_position))):
+        kept, before = KEPT if any(wanted) else KEPT_IDLE, None
+        for j, (right, tried) in enumerate(zip(self._right, self._tried, strict=True)):
             reached = [a for w, a in zip(wanted, accepted, strict=True) if j < w and j <= a]
-            if reached:
-                share = sum(a > j for a in reached) / len(reached)
-                self._num_seen[j] += 1
-                weight = max(ACCEPTANCE_WEIGHT, 1 / self._num_seen[j])
-                self.by_position[j] += weight * (share - self.by_position[j])
+            kept_of_it = max(kept, min(1.0, PRIOR_DRAFTS / tried))  # its weight fades, no further
+            self._right[j] = kept_of_it * right + sum(a > j for a in reached)
+            self._tried[j] = kept_of_it * tried + len(reached)
+            weight = 0 if before is None else LIKENESS
+            seen = self._right[j] + weight * (before or 0.0)
+            self.by_position[j] = before = seen / (self._tried[j] + weight)
 
     def expected(self, k: int) -> float:
         """How many of k drafts are expected to be accepted."""
         return sum(accumulate(self.by_position[:k], operator.mul), 0.0)
+
+
+class OwnAcceptance:
+    """How much more often than others' the model's drafts of one sequence are accepted."""
+
+    _PRIOR, _KEPT = 4, 0.97  # accepted drafts that its likeness to others counts as; each step
+
+    def __init__(self) -> None:
+        self._right = self._expected = 0.0
+
+    def observe(self, num_drafts: int, num_accepted: int, by_position: Sequence[float]) -> None:
+        """Learn from a step; `by_position` as of all sequences. Shape: [max_k]."""
+        num_tried = min(num_drafts, num_accepted + 1)
+        self._right = self._KEPT * self._right + num_accepted
+        self._expected = self._KEPT * self._expected + sum(by_position[:num_tried])
+
+    @property
+    def ratio(self) -> float:
+        """Of its chance that a draft is accepted, if those before it are, to that of all."""
+        return (self._PRIOR + self._right) / (self._PRIOR + self._expected)
 
 
 class DeadDrafts:

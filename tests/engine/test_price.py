@@ -1,0 +1,85 @@
+"""What steps cost, as learned from a few of them."""
+
+from itertools import pairwise
+
+import pytest
+
+from outrider.engine.scheduling.price import MIN_TIMES, Price
+
+
+def padding(num_seqs: int, num_rows: int) -> tuple[int, int]:
+    """As captured: a power of two of sequences, and whole rows of each."""
+    size = 1 << (num_seqs - 1).bit_length()
+    return size, -(-num_rows // size) * size
+
+
+def step_s(num_seqs: int, num_rows: int, k: int) -> float:
+    """Beyond 128 rows another kernel runs."""
+    return 1.0 + 0.001 * num_rows + 0.002 * num_seqs + 0.4 * (num_rows > 128) + 0.1 * k
+
+
+def learned(sizes: list[int], max_k: int) -> Price:
+    price = Price(padding)
+    for num_seqs in sizes:
+        for k in range(max_k + 1):
+            for _ in range(MIN_TIMES):
+                num_rows = num_seqs * (k + 1)
+                price.observe(num_seqs, num_rows, k, step_s(num_seqs, num_rows, k), 0.1 * k)
+    return price
+
+
+def test_two_steps_of_about_as_many_sequences_cost_what_their_rows_cost() -> None:
+    price = learned([1, 2, 4, 8, 16, 32, 64], 3)
+    unit = price.of(1, 1) / step_s(1, 1, 0)
+    for num_seqs, k in ((40, 2), (44, 2), (64, 1), (64, 2), (33, 3)):
+        size, num_rows = padding(num_seqs, num_seqs * (k + 1))
+        expected = step_s(size, num_rows, k)
+        assert price.of(num_seqs, num_seqs * (k + 1), k) == pytest.approx(unit * expected, rel=0.01)
+    assert price.of(44, 132, 2) > 1.2 * price.of(40, 120, 2)
+
+
+def test_rows_alone_and_drafts_alone_have_prices() -> None:
+    """Rows without drafting are those of lookups, drafting without rows is of what was cut."""
+    price = learned([1, 2, 4, 8, 16], 3)
+    unit = price.of(1, 1) / step_s(1, 1, 0)
+    assert price.of_a_draft(8) == pytest.approx(0.1 * unit, rel=0.01)
+    assert price.of(8, 32, 0) == pytest.approx(unit * step_s(8, 32, 0), rel=0.01)
+    assert price.of(8, 16, 3) == pytest.approx(unit * step_s(8, 16, 3), rel=0.01)
+    assert price.of_a_row(8, 8) == pytest.approx(0.001 * unit, rel=0.05)
+
+
+def test_more_rows_never_cost_less_however_noisy_the_steps_were() -> None:
+    price = Price()
+    for num_rows, seconds in ((4, 1.0), (8, 1.3), (12, 1.2), (16, 1.5)):
+        for _ in range(MIN_TIMES):
+            price.observe(4, num_rows, 0, seconds, is_usual=False)
+    costs = [price.of(4, num_rows) for num_rows in range(4, 64)]
+    assert all(a <= b for a, b in pairwise(costs))
+    assert costs[-1] > 1.5
+
+
+def test_sequences_that_were_never_seen_cost_what_as_many_rows_did() -> None:
+    price = Price()
+    for num_rows in (1, 2, 4, 8, 16, 32):  # plain steps
+        for _ in range(MIN_TIMES):
+            price.observe(num_rows, num_rows, 0, 1.0 + 0.05 * num_rows, is_usual=False)
+    unit = price.of(1, 1) / 1.05
+    assert price.of(4, 16) == pytest.approx(1.8 * unit, rel=0.02)
+    assert price.of(12, 24) == pytest.approx(2.2 * unit, rel=0.05)
+
+
+def test_further_rows_are_cheap_where_the_first_ones_wake_experts() -> None:
+    price = Price()
+    for num_rows in (1, 2, 3, 4):
+        for _ in range(MIN_TIMES):
+            price.observe(1, num_rows, 0, 2.0 - 0.5**num_rows, is_usual=False)
+    first, last = price.of(1, 2) - price.of(1, 1), price.of(1, 4) - price.of(1, 3)
+    assert first > 3 * last > 0
+
+
+def test_one_step_that_was_held_up_changes_no_price() -> None:
+    price = learned([1, 2, 4], 2)
+    before = [price.of(4, num_rows) for num_rows in (4, 8, 12)]
+    price.observe(4, 8, 1, 50.0, 0.1, is_usual=False)
+    price.observe(4, 4, 0, 50.0)
+    assert [price.of(4, num_rows) for num_rows in (4, 8, 12)] == before
