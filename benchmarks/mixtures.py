@@ -1,0 +1,223 @@
+"""Twelve mixtures of clients over HTTP: the engine's own choice of drafts beside every fixed k.
+
+    python benchmarks/mixtures.py [--seconds 4] [--k auto 0 1 3] [-- ARGUMENTS OF SERVE]
+
+For example, on a machine without a network:
+
+    python benchmarks/mixtures.py --seconds 3 -- /models/target --draft /models/draft -k 6
+    python benchmarks/mixtures.py --url http://gpu-server:8000 --k auto 0 3
+
+It starts a server, or asks the one at --url. In each mixture the clients send completions, and the
+next as soon as they have an answer. First the server chooses k (`auto`), then every request names
+the same k; 0 is plain decoding. The table has tokens a second, prompts included, and how the own
+choice compares with plain decoding and with the best fixed k. `auto` should be at least 0.98 of the
+best everywhere. Short runs are noisy: believe ratios of --seconds 10 and more.
+
+What a client asks for sets how good drafts are: an edit of a file is easy at temperature 0, a poem
+at 1.5 is hopeless, and an adversarial client sends a prediction that is wrong at every fifth word.
+With --vocab-size N prompts are random tokens below N, for models that have no text.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.table import Table
+from serving import serving
+
+TEXT = (
+    "the a one of in and to river old machine letter every window slowly because table count "
+    "north paper answer between seven green morning where road small light under question"
+)
+WORDS = TEXT.split()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of request."""
+
+    text: str  # which prompt: chat, code, document or raw
+    max_tokens: int
+    temperature: float
+    prediction: str | None = None  # right or wrong: what the client predicts
+    named_k: int | None = None  # it names this k, whatever is measured
+    verification: str | None = None
+
+
+CHAT = Kind("chat", 200, 0.7)
+RAW = Kind("raw", 48, 0.8)
+EDIT = Kind("code", 200, 0.0)
+POEM = Kind("raw", 200, 1.5)
+DOCUMENT = Kind("document", 48, 0.0)
+PINNED = Kind("chat", 200, 0.7, named_k=3, verification="match")
+WRONG = Kind("code", 100, 1.5, prediction="wrong")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    clients: int
+    kinds: tuple[Kind, ...]  # client i asks for kind i modulo their number
+    rests: bool = False  # all clients ask at once, when all have their answers
+
+
+MIXTURES = {
+    "one chat": Mixture(1, (Kind("chat", 256, 0.0),)),
+    "one raw": Mixture(1, (RAW,)),
+    "few edits": Mixture(4, (EDIT, Kind("code", 200, 0.0, prediction="right"))),
+    "few raw": Mixture(8, (RAW,)),
+    "some documents": Mixture(16, (DOCUMENT,)),
+    "some raw": Mixture(32, (RAW,)),
+    "many chats": Mixture(32, (CHAT,)),
+    "pinned among them": Mixture(48, (PINNED, CHAT, CHAT, CHAT)),
+    "bursts": Mixture(64, (RAW,), rests=True),
+    "easy beside hard": Mixture(64, (EDIT, POEM)),
+    "adversarial": Mixture(64, (WRONG, WRONG, CHAT)),
+    "a crowd": Mixture(256, (Kind("chat", 64, 0.7), DOCUMENT)),
+}
+
+
+class Prompts:
+    """Prompts and predictions that no request before has had."""
+
+    def __init__(self, vocab_size: int | None) -> None:
+        self._vocab_size, self._rng = vocab_size, random.Random(time.time_ns())
+
+    def body(self, kind: Kind, k: int | None) -> dict[str, object]:
+        text, prediction = self._text(kind.text), None
+        if kind.prediction is not None:
+            words = text.split(" ")
+            step = 5 if kind.prediction == "wrong" else len(words) + 1
+            words[::step] = ["otherwise"] * len(words[::step])
+            prediction = " ".join(words)
+        body: dict[str, object] = {
+            "prompt": text,
+            "max_tokens": kind.max_tokens,
+            "temperature": kind.temperature,
+            "seed": self._rng.randrange(1 << 30),
+            "ignore_eos": True,
+        }
+        if self._vocab_size is not None:
+            count = len(text) // 4
+            body["prompt"] = [self._rng.randrange(2, self._vocab_size) for _ in range(count)]
+        elif prediction is not None:
+            body["prediction"] = {"type": "content", "content": prediction}
+        named_k = k if kind.named_k is None else kind.named_k
+        speculation = {"num_speculative_tokens": named_k, "verification": kind.verification}
+        body["speculation"] = {name: each for name, each in speculation.items() if each is not None}
+        return body
+
+    def _text(self, name: str) -> str:
+        rng = self._rng
+        number = rng.randrange(1 << 40)
+        if name == "raw":
+            return f"{number}. " + " ".join(rng.choices(WORDS, k=12))
+        if name == "chat":
+            words = " ".join(rng.choices(WORDS, k=20))
+            return f"Question {number}: explain to a friend why {words}?\n\nAnswer:"
+        if name == "document":
+            words = " ".join(rng.choices(WORDS, k=1200))
+            return f"Report {number}. {words}\n\nIn short, the report says that"
+        lines = [
+            f"def {a}_{i}({b}, {c}):\n    return {b} + {i} * {c}\n"
+            for i, (a, b, c) in enumerate(rng.sample(WORDS, 3) for _ in range(24))
+        ]
+        file = "\n".join(lines)
+        return f"# File {number}\n{file}\n# The same file, with type hints\n{file[:200]}"
+
+
+async def ask(host: str, port: int, body: dict[str, object]) -> int:
+    """Send a completion; returns the number of its tokens."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(head.encode() + data)
+    answer = await reader.read(-1)
+    writer.close()
+    status, _, rest = answer.partition(b"\r\n")
+    if b" 200 " not in status:
+        raise RuntimeError(f"{status.decode()}: {rest[-500:].decode(errors='replace')}")
+    found = json.loads(rest[rest.index(b"{") : rest.rindex(b"}") + 1])
+    tokens: int = found["usage"]["completion_tokens"]
+    return tokens
+
+
+async def tokens_per_s(
+    place: tuple[str, int], mixture: Mixture, k: int | None, seconds: float, prompts: Prompts
+) -> float:
+    """Of all answers that were begun within so many seconds."""
+    start_s = time.perf_counter()
+
+    async def client(i: int) -> int:
+        kind, num_tokens = mixture.kinds[i % len(mixture.kinds)], 0
+        while True:
+            num_tokens += await ask(*place, prompts.body(kind, k))
+            if mixture.rests or time.perf_counter() > start_s + seconds:
+                return num_tokens
+
+    num_tokens = 0
+    while num_tokens == 0 or (mixture.rests and time.perf_counter() < start_s + seconds):
+        num_tokens += sum(await asyncio.gather(*(client(i) for i in range(mixture.clients))))
+    return num_tokens / (time.perf_counter() - start_s)
+
+
+def row(name: str, clients: int, rates: dict[str, float]) -> Sequence[str]:
+    cells = [name, str(clients), *(f"{rate:.0f}" for rate in rates.values())]
+    fixed = {k: rate for k, rate in rates.items() if k != "auto"}
+    if "auto" in rates:
+        cells.append(f"{rates['auto'] / rates['0']:.2f}" if "0" in rates else "")
+        cells.append(f"{rates['auto'] / max(fixed.values()):.2f}" if fixed else "")
+    return cells
+
+
+def main() -> None:
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", help="of a server that runs, such as http://localhost:8000")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each mixture and k")
+    parser.add_argument("--k", nargs="+", default=["auto", "0", "1", "3"], metavar="K")
+    parser.add_argument("--mixtures", nargs="+", default=list(MIXTURES), metavar="NAME")
+    parser.add_argument("--most-clients", type=int, default=256, help="leave larger mixtures out")
+    parser.add_argument("--vocab-size", type=int, help="prompts are random tokens below this")
+    args = parser.parse_args(sys.argv[1:at])
+    if unknown := [name for name in args.mixtures if name not in MIXTURES]:
+        parser.error(f"there is no mixture {unknown[0]!r}; there are {', '.join(MIXTURES)}")
+    log = Path(tempfile.mkdtemp(prefix="outrider-mixtures-")) / "serve.log"
+    prompts = Prompts(args.vocab_size)
+    names = [f"k = {k}" if k != "auto" else "auto" for k in args.k]
+    ratios = ["auto / plain", "auto / best"] if "auto" in args.k else []
+    table = Table("mixture", "clients", *names, *ratios, title="tokens a second")
+    with nullcontext() if args.url else serving(log, sys.argv[at + 1 :]) as server:
+        if server is None:
+            url = urlsplit(args.url)
+            place = url.hostname or "127.0.0.1", url.port or 80
+        else:
+            place = server.host, server.port
+        for name in args.mixtures:
+            mixture = MIXTURES[name]
+            if mixture.clients > args.most_clients:
+                continue
+            rates = {}
+            for k in args.k:
+                own_k = None if k == "auto" else int(k)
+                turn = tokens_per_s(place, mixture, own_k, args.seconds, prompts)
+                rates[k] = asyncio.run(turn)
+            table.add_row(*row(name, mixture.clients, rates))
+            print(name, {k: round(rate) for k, rate in rates.items()}, flush=True)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
