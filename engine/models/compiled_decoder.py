@@ -52,7 +52,11 @@ def _layer_of(block: Block) -> Compiled | None:
 
 
 class CompiledDecoder(Decoder):
-    """Computes in float32 between its layers; the bits of a row do not depend on the batch."""
+    """Computes in float32 between its layers; the bits of a row do not depend on the batch.
+
+    `forward` looks rows up in the slots within the call: a step of a small draft would take longer
+    to do that in torch. A call with a ForwardBatch takes rows without slots: the proof's, at load.
+    """
 
     reads_one_table = True
     attention_is_batch_invariant = True  # compiled code attends to each row by itself
