@@ -25,7 +25,8 @@ SHAPE = {
     "linear_value_head_dim": 32,
     "scale": 0.1,
 }
-SMALL = ("in_proj_a", "in_proj_b")  # which nobody quantises
+EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+SMALL = ("in_proj_a", "in_proj_b")  # which nobody quantises, nor both in one
 PUBLISHED = {
     "fp8 of blocks": SMALL,  # its head, too
     "gptq": ("attn", "mtp."),  # the MLPs alone
@@ -35,10 +36,25 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_hybrid_computes_what_its_codes_mean(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("qwen3_next", "fp8 of blocks"),
+        ("qwen3_5_text", "gptq"),
+        *(
+            pytest.param("qwen3_5_text", name, marks=pytest.mark.deep)
+            for name in PUBLISHED
+            if name != "gptq"
+        ),
+    ],
+)
+def test_a_hybrid_computes_what_its_codes_mean(
+    architecture: str, name: str, tmp_path: Path
+) -> None:
+    """Those of the mixture, experts of its head among them, have matrices of their own."""
     torch.manual_seed(0)
-    plain = save_tiny_hybrid(tmp_path / "plain", **SHAPE)
+    shape = SHAPE | EXPERTS if architecture == "qwen3_next" else SHAPE
+    plain = save_tiny_hybrid(tmp_path / "plain", architecture, **shape)
     path = quantise(plain, tmp_path, name, leave=PUBLISHED[name])
     network = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
     assert isinstance(network, Decoder)

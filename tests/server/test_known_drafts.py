@@ -113,7 +113,8 @@ def test_the_heads_of_our_configs_are_known_with_their_k() -> None:
     heads = ("qwen3-8b-dspark", "qwen3-8b-dflash", "qwen3-14b-dspark", "llama-3.1-8b-dflash")
     mixtures = ("gpt-oss-20b-eagle3", "gpt-oss-120b-eagle3", "qwen3-30b-a3b-eagle3")
     mixtures += ("qwen3-coder-30b-a3b-dflash",)
-    mtp = ("mimo-7b-mtp", "qwen3.6-27b-mtp", "qwen3.6-35b-a3b-mtp")
+    hybrids = [f"qwen3.6-{size}{end}-mtp" for size in ("27b", "35b-a3b") for end in ("", "-fp8")]
+    mtp = ("mimo-7b-mtp", *hybrids)
     for name in (*heads, *mtp, *mixtures):
         settings = load_settings(Path(name), environ={})
         assert (settings.draft.model, settings.speculation.num_speculative_tokens) in known
