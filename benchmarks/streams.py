@@ -41,9 +41,11 @@ async def stream(
     reader, writer = await asyncio.open_connection(server.host, server.port, limit=2**24)
     start_s, at_s = time.perf_counter(), list[float]()
     token_ids, num_cached, is_whole = list[int](), 0, False
+    refusal = b""
     writer.write(head.encode() + content)
     while not is_whole and (line := await reader.readline()):
         if not line.startswith(b"data: "):
+            refusal = line if line.startswith(b"{") else refusal
             continue
         is_whole = line.startswith(b"data: [DONE]")
         event = {} if is_whole else json.loads(line[len(b"data: ") :])
@@ -55,6 +57,6 @@ async def stream(
             num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     writer.close()
     if not is_whole or not at_s:
-        raise RuntimeError(f"a stream broke off; {server.log} says why")
+        raise RuntimeError(f"no whole answer; see {server.log}: {refusal.decode()}")
     gap_s = [after - before for before, after in pairwise(at_s)]
     return Streamed(token_ids, num_cached, at_s[0] - start_s, gap_s)
