@@ -34,6 +34,9 @@ def can_compile(decoder: Decoder) -> bool:
         return False
     if not all(isinstance(linear.weight, Tiles) for linear in decoder.linears):
         return False
+    factors = [part.factor for block in decoder.blocks for part in block.parts]
+    if {decoder.embedding_factor, decoder.logits_divisor, *factors} != {1}:
+        return False
     layers = [layer for block in decoder.blocks if (layer := _layer_of(block))]
     is_alike = all(layer.shape == layers[0].shape for layer in layers)
     return is_alike and len(layers) == len(decoder.blocks)

@@ -16,6 +16,9 @@ from .weights import Dense, Linear
 class Decoder(Stack, Network):
     """A causal LM made of blocks that our kernels, or their references, compute."""
 
+    embedding_factor = 1.0
+    logits_divisor = 1.0
+
     def __init__(
         self, embedding: Tensor, blocks: Sequence[Block], norm: Norm, output_layer: Linear
     ) -> None:
@@ -46,8 +49,18 @@ class Decoder(Stack, Network):
         self.output_layer = Linear(Dense(weight.matrix[token_ids]), bias)
         self.target_ids = token_ids
 
+    def embedded(self, input_ids: Tensor) -> Tensor:
+        """The residual stream in front of the first block. Shape: [T] -> [T, hidden]."""
+        x = F.embedding(input_ids, self.embedding)
+        return x if self.embedding_factor == 1 else x.mul_(self.embedding_factor)
+
+    def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """Shape: rows [T, hidden], behind the last norm -> [T, V']"""
+        logits = self.output_layer(rows, out=out)
+        return logits if self.logits_divisor == 1 else logits.div_(self.logits_divisor)
+
     def __call__(self, batch: ForwardBatch) -> Pass:
-        x = F.embedding(batch.input_ids, self.embedding)
+        x = self.embedded(batch.input_ids)
         normed, taps = None, None
         if self.tapped_layers:
             taps = x.new_empty(len(x), len(self.tapped_layers), x.shape[1])
@@ -59,7 +72,7 @@ class Decoder(Stack, Network):
         if num_layers in self.tapped_layers:
             self._tap(num_layers, rms_norm(x, self.norm), taps)
         rows = rms_norm(x, self.norm, batch.logits_rows)
-        logits = self.output_layer(rows, out=self.place_of_logits(len(rows)))
+        logits = self.logits(rows, self.place_of_logits(len(rows)))
         return Pass(self.widened(logits), taps)
 
     def _tap(self, layer: int, x: Tensor, taps: Tensor | None) -> None:

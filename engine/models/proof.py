@@ -189,7 +189,7 @@ def why_different(
 def _differences(decoder: Decoder, batch: ForwardBatch, theirs: OriginalPass) -> Iterator[str]:
     """Names the parts that compute something else for one prompt."""
     states, choices, logits = theirs
-    if not torch.equal(decoder.embedding[batch.input_ids], states[0]):
+    if not torch.equal(decoder.embedded(batch.input_ids), states[0]):
         yield "its embedding"
     for i, block in enumerate(decoder.blocks):
         same = Block(*(_choosing(part, choices) for part in block.parts))
@@ -197,7 +197,7 @@ def _differences(decoder: Decoder, batch: ForwardBatch, theirs: OriginalPass) ->
             yield f"layer {i} at position {int(batch.rows.positions[0])}"
         if not all(part.chooses(*choices[part.chooser]) for part in block.parts if part.chooser):
             yield f"the router of layer {i}"
-    ours = decoder.output_layer(rms_norm(states[-1].clone(), decoder.norm)).float()
+    ours = decoder.logits(rms_norm(states[-1].clone(), decoder.norm)).float()
     eps = max(torch.finfo(decoder.dtype).eps, decoder.output_layer.weight.input_eps)
     if (ours - logits.float()).norm() > 8 * eps * logits.float().norm():
         yield "its last norm or output layer"

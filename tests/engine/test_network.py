@@ -20,6 +20,7 @@ from outrider.engine.models.loading import load_network
 HYBRIDS = {"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}  # only our decoder keeps their states
 OURS = {
     "glm4_moe",
+    "granitemoe",
     "llama",
     "mimo",
     "mistral",
@@ -38,7 +39,7 @@ OURS = {
     "seed_oss",
     "smollm3",
 }
-EXPERTS = {"glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
+EXPERTS = {"glm4_moe", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
 
 
 @pytest.mark.parametrize("architecture", sorted(TINY))

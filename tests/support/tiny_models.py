@@ -115,6 +115,15 @@ TINY: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 2,
         "pad_token_id": 0,
     },
+    "granitemoe": {
+        "num_key_value_heads": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.5,
+        "residual_multiplier": 0.4,
+    },
     "glm4_moe": {
         "num_key_value_heads": 2,
         "head_dim": 16,

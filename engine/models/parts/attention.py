@@ -59,13 +59,14 @@ class Attention(Part):
         fused: bool = False,
         wide: bool = False,
         post_norm: Norm | None = None,
+        scale: float | None = None,
     ) -> "Attention":
         """With those norms of heads, biases, sinks and scales of KV that the checkpoint has.
 
         It reads `input_width` numbers, if these are not the residual stream's `width`. `fused`: the
-        checkpoint has q, k and v as one layer; `wide`: a norm spans all heads. `eps` is that of
-        norms of heads, which add one as in `AnyCheckpoint.norm`. Raises KeyError naming a tensor
-        that is missing, ValueError naming a wrong shape.
+        checkpoint has q, k and v as one layer; `wide`: a norm spans all heads; `scale`: of scores.
+        `eps` is that of norms of heads, which add one as in `AnyCheckpoint.norm`. Raises KeyError
+        naming a tensor that is missing, ValueError naming a wrong shape.
         """
         has_norms, has_sinks = f"{name}.q_norm.weight" in tensors, f"{name}.sinks" in tensors
         num_q, num_kv = num_heads * head_dim, num_kv_heads * head_dim
@@ -92,7 +93,7 @@ class Attention(Part):
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
                 value_dim=head_dim,
-                scale=head_dim**-0.5,
+                scale=head_dim**-0.5 if scale is None else scale,
                 window=window,
                 sinks=tensors.tensor(f"{name}.sinks", num_heads, axis="outputs")
                 if has_sinks

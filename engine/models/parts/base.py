@@ -39,6 +39,7 @@ class Part(ABC):
 
     norm: Norm | None
     post_norm: Norm | None = field(default=None, kw_only=True)  # of its output
+    factor: float = field(default=1.0, kw_only=True)  # of what it adds
 
     @abstractmethod
     def __call__(
@@ -64,9 +65,12 @@ class Part(ABC):
 
     def add(self, x: Tensor, layer: Linear, y: Tensor, next_norm: Norm | None) -> Normed | None:
         """Add what its last layer makes of y to x; returns next_norm(x) or None."""
-        if self.post_norm is None:
+        if self.post_norm is None and self.factor == 1:
             return layer.add_to(x, y, norm=next_norm)
-        x += rms_norm(layer(y), self.post_norm)
+        added = layer(y)
+        if self.post_norm is not None:
+            added = rms_norm(added, self.post_norm)
+        x.add_(added, alpha=self.factor)
         return None
 
     def changed(self, change: Change) -> Self:

@@ -268,6 +268,8 @@ class ExpertMLP(Part):
         logits = self.router_layer(normed)
         num_rows = batch.rows.cu_seqlens_q[-1:]
         routing = self.choice or route(self._of_experts(logits), self.router, num_rows)
+        if self.factor != 1:
+            routing = routing._replace(weights=routing.weights * self.factor)
         gate_up, down = self.gate_up, self.down
         gated = gate_up.weight.gated(normed, routing, gate_up.bias, self.glu)
         if self.shared_gate_up is not None and self.shared_down is not None:
