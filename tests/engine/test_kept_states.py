@@ -105,7 +105,9 @@ def test_a_sequence_that_may_be_spoilt_leaves_no_state() -> None:
     memory.memory.attach_prefix(one, 49, 0)
     memory.memory.forget(one)
     memory.memory.release(one)
+    memory.states.take_copies()
     assert memory.compute(TEXT[:50]) == 0
+    assert len(memory.states.take_copies()) == 3  # sound ones take their place
 
 
 def test_a_sequence_waits_for_a_state_that_is_coming() -> None:
