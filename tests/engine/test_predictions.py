@@ -179,13 +179,13 @@ def test_a_prediction_teaches_nothing_of_the_models_drafts(
     [plain] = run(engine, [PROMPT], replace(GREEDY, num_speculative_tokens=0))
     adaptive, seen = engine.sequences.adaptive, []
     assert adaptive is not None
-    monkeypatch.setattr(adaptive, "choose", lambda *args, **options: 0)  # nothing is tried
+    monkeypatch.setattr(adaptive, "choose", lambda _, ratios, *args, **options: [0] * len(ratios))
     monkeypatch.setattr(adaptive, "is_measuring", False)
-    monkeypatch.setattr(adaptive, "observe", lambda *args: seen.append(args))
+    monkeypatch.setattr(adaptive, "observe", lambda *args, **options: seen.append(args))
     params = replace(GREEDY, num_speculative_tokens=K)
     [outputs] = run(engine, [PROMPT], params, [tokens(plain)])
     assert any(each.source == "prediction" for each in outputs)
-    assert all(not any(wanted) for _, _, wanted, *_ in seen)
+    assert all(not any(wanted) for _, wanted, *_ in seen)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
