@@ -22,14 +22,17 @@ def learn_costs(engine: Engine, report: ReportProgress = ignore_progress) -> Non
     engine.start_over(is_learning=True)
     adaptive = engine.sequences.adaptive
     start_s = time.perf_counter()
+    end_s = start_s + LEARNING_S
     batches = list(_batches(engine.info.max_num_seqs, engine.worker.slots.max_drawn))
     for done, (num_seqs, k) in enumerate(batches):
+        if time.perf_counter() > end_s:
+            break
         report("measuring what steps cost", done, len(batches))
         dummies = _dummies(engine, num_seqs, k)
         engine.submit(dummies)
         num_steps = 0
         while engine.has_work() and not adaptive.price.knows(num_seqs, num_seqs * (k + 1)):
-            if num_steps == _MOST_STEPS or time.perf_counter() > start_s + LEARNING_S:
+            if num_steps == _MOST_STEPS or time.perf_counter() > end_s:
                 break
             engine.step()
             num_steps += 1

@@ -131,7 +131,15 @@ def test_a_server_learns_costs_at_its_start_if_it_has_a_gpu(
 def test_learning_costs_ends_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     clock.charge(engine, monkeypatch, a_draft_s=0.01)
+    begun_s, submit_dummies = [], engine.submit
+
+    def noted(requests: list[NewRequest]) -> None:
+        begun_s.append(clock.now_s)
+        submit_dummies(requests)
+
+    monkeypatch.setattr(engine, "submit", noted)
     learn_costs(engine)
+    assert max(begun_s) <= learning.LEARNING_S
     assert clock.now_s < learning.LEARNING_S + 2
     assert not engine.has_work()
     submit(engine, "open", None)
