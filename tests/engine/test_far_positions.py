@@ -54,12 +54,12 @@ CASES = [
 TOLERANCE = 2e-4
 
 
-def pass_over(memory: DeviceMemory, sequence: SequenceMemory, num_reusable: int) -> int:
+def pass_over(memory: DeviceMemory, sequence: SequenceMemory, num_reusable: int, slot: int) -> int:
     """As `attach_prefix`, of a prompt of which nothing is read any more but its end: all in front
     counts as computed, and behind the window.
     """
     num_pages = num_reusable // memory.page_size - COMPUTED_PAGES
-    sequence.pages = [[], []]
+    sequence.pages, sequence.slot = [[], []], slot
     for group in range(2):
         for column in range(num_pages):
             sequence.set_page(group, column, DUMMY_PAGE)
