@@ -101,7 +101,7 @@ class CompiledDecoder(Decoder):
     @property
     def weight_formats(self) -> str:
         num_weights = sum(math.prod(linear.weight.shape) for linear in self.linears)
-        return f"{8 * self.weight_bytes / num_weights:.1f} bits a weight, CPU kernels"
+        return f"{8 * self.weight_bytes / num_weights:.1f} bits each, CPU kernels"
 
     def dtype_of_pages(self, layer: PagedAttention) -> torch.dtype:
         return self.cache_dtype or self.dtype  # it reads bfloat16 as fast, unlike torch's attention

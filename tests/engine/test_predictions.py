@@ -16,6 +16,8 @@ from outrider.engine.engine import Engine
 from outrider.engine.proposers.lookup import Lookup
 from outrider.engine.proposers.predictions import Prediction
 from outrider.engine.request import Request
+from outrider.engine.scheduling.plan import Plan
+from outrider.kernels.verify.sampling import STATE_LOG_Z
 
 K = 3
 PROMPT = prompts([9], VOCAB)[0]
@@ -240,6 +242,32 @@ def test_the_joint_is_the_targets_if_half_of_all_requests_predict(
     counts = sample(engine, [2, 0, 3], params, max_k=3, n=2400, predicted=predicted)
     assert total_variation(truth, counts) < bound(len(truth), 2400)
     assert chi_squared(truth, counts) < 1
+
+
+def test_predicted_drafts_are_not_verified_as_drawn_before(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a slot that still holds what a sequence before drew its drafts from."""
+    target, draft = tiny_model("llama", seed=3), tiny_model("llama", seed=4)
+    engine = Engine(engine_config(target, draft, k=K, max_num_seqs=1))
+    params = SamplingParams(max_tokens=9, seed=1)
+    run(engine, [PROMPT], params)
+    draws = engine.worker.proposer._draws
+    assert draws is not None
+    log_z = draws.distributions.state[..., STATE_LOG_Z]  # [num_slots, k]
+    assert log_z[0].isfinite().any()
+    score, marked = engine.worker.scorer.score, list[bool]()
+
+    def seen(plan: Plan) -> object:
+        for scheduled in plan.scheduled:
+            if scheduled.source == "prediction":
+                marked.append(bool(log_z[scheduled.slot].isnan().all()))
+        return score(plan)
+
+    monkeypatch.setattr(engine.worker.scorer, "score", seen)
+    run(engine, [PROMPT], params, [[5, 6, 7, 8, 9, 10]])
+    assert marked
+    assert all(marked)
 
 
 def test_an_unknown_token_is_refused(tiny_model: Tiny) -> None:
