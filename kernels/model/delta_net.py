@@ -21,7 +21,6 @@ from torch import Tensor
 
 from .._dispatch import uses_triton
 from ..triton_or_none import tl, triton
-from .rms_norm import Norm, normed_row, rms_norm_reference
 from .rows import BatchRows
 from .silu_mul import silu
 
@@ -89,9 +88,7 @@ def delta_net(
     assert all(part.is_contiguous() for part in memory)
     out = x.new_zeros(len(x), heads.num_value_heads, heads.value_dim)
     num_seqs, ring_size = len(rows.slots), memory.ring.shape[1]
-    if num_seqs == 0:
-        return out
-    sequences = rows.slots, rows.seq_lens, rows.cu_seqlens_q, memory.num_rows, num_tokens
+    sequences = rows.slots, rows.seq_lens, rows.cu_seqlens_q, memory.num_rows
     # A sequence has its rows here, and before them those of accepted drafts that S takes first.
     num_rows = len(x) + num_seqs * ring_size
     convolved = x.new_empty(num_rows, heads.num_channels)
@@ -129,6 +126,7 @@ def delta_net(
         factors,
         memory.state,
         *sequences,
+        num_tokens,
         **sizes,
         BLOCK_K=triton.next_power_of_2(heads.key_dim),
         BLOCK_V=block_v,
@@ -136,8 +134,8 @@ def delta_net(
     )
     # After all programs above have read the ring and the number of rows.
     _remember_kernel[(num_seqs, triton.cdiv(heads.row_width, _CHANNELS))](
-        x, x.stride(0), memory.ring, *sequences, RING=ring_size, WIDTH=heads.row_width,
-        BLOCK=_CHANNELS,
+        x, x.stride(0), memory.ring, *sequences, num_tokens, RING=ring_size,
+        WIDTH=heads.row_width, BLOCK=_CHANNELS,
     )  # fmt: skip
     return out
 
@@ -254,7 +252,6 @@ def _prepare_kernel(
     seq_lens_ptr,  # [num_seqs]
     bounds_ptr,  # [num_seqs + 1]
     num_rows_ptr,  # [num_slots]
-    num_tokens_ptr,  # [num_slots]
     scale,
     RING: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -435,49 +432,3 @@ def _remember_kernel(
         if part == 0:
             num_known = tl.minimum(seq_len, tl.load(num_tokens_ptr + slot))
             tl.store(num_rows_ptr + slot, num_known)
-
-
-def gated_norm(x: Tensor, norm: Norm, gate: Tensor) -> Tensor:
-    """norm(x) silu(gate) of each head.
-
-    Shape: x [T, heads, dim], dense; gate [T, heads * dim], each row dense -> [T, heads * dim].
-    """
-    num_rows, num_heads, dim = x.shape
-    if not uses_triton(x):
-        return gated_norm_reference(x, norm, gate)
-    assert x.is_contiguous()
-    assert gate.stride(1) == 1
-    out = torch.empty(num_rows, num_heads * dim, dtype=x.dtype, device=x.device)
-    _gated_norm_kernel[(num_rows, num_heads)](
-        out, x, norm.weight, norm.eps, gate, gate.stride(0), DIM=dim,
-        BLOCK=triton.next_power_of_2(dim), num_warps=1,
-    )  # fmt: skip
-    return out
-
-
-def gated_norm_reference(x: Tensor, norm: Norm, gate: Tensor) -> Tensor:
-    normed = rms_norm_reference(x.float(), norm._replace(weight=norm.weight.float()))
-    return (normed.flatten(1) * F.silu(gate.float())).to(x.dtype)
-
-
-@triton.jit
-def _gated_norm_kernel(
-    out_ptr,  # [T, heads, DIM]
-    x_ptr,  # [T, heads, DIM]
-    weight_ptr,  # [DIM]
-    eps,
-    gate_ptr,  # [T, heads * DIM]
-    gate_stride,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Each program: one head of one row."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, BLOCK)
-    mask = d < DIM
-    at = (row * tl.num_programs(1) + head) * DIM + d
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + d, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * gate_stride + head * DIM + d, mask=mask, other=0.0)
-    y = normed_row(x, weight, eps, DIM) * silu(gate.to(tl.float32))
-    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)

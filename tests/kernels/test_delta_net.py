@@ -15,9 +15,8 @@ from outrider.kernels.model.delta_net import (
     DeltaWeights,
     delta_net,
     delta_net_reference,
-    gated_norm,
-    gated_norm_reference,
 )
+from outrider.kernels.model.gated_norm import gated_norm, gated_norm_reference
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.rows import BatchRows
 

@@ -10,8 +10,8 @@ from outrider.kernels.model.delta_net import (
     DeltaMemory,
     DeltaWeights,
     delta_net,
-    gated_norm,
 )
+from outrider.kernels.model.gated_norm import gated_norm
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.row_codes import Normed
 
