@@ -42,7 +42,7 @@ def learn_costs(engine: Engine, report: ReportProgress = ignore_progress) -> Non
 
 
 def _batches(most: int, max_k: int) -> Iterator[tuple[int, int]]:
-    """(sequences, k), so that what comes last can be told from what came before."""
+    """(sequences, k), in an order in which each is compared with what came before."""
     few_first = list(dict.fromkeys((0, max_k, 1, *range(max_k))))
     for k in few_first[: max_k + 1]:
         for num_seqs in padded_sizes(most):

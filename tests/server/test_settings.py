@@ -87,7 +87,7 @@ def test_a_bad_value_is_refused_naming_key_value_and_source(key: str, text: str)
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "shown"),
     [
         ("target.device=gpu", r"auto \| cpu \| cuda \| cuda:N"),
         ("server.root_path=abc", "such as /models/a"),
@@ -95,8 +95,8 @@ def test_a_bad_value_is_refused_naming_key_value_and_source(key: str, text: str)
         ("server.otlp_endpoint=localhost:4318", r"such as http://127\.0\.0\.1:4318/v1/traces"),
     ],
 )
-def test_a_value_of_a_wrong_form_is_shown_the_right_one_in_words(given: str, told: str) -> None:
-    with pytest.raises(SettingsError, match=told) as error:
+def test_a_value_of_a_wrong_form_is_shown_the_right_one_in_words(given: str, shown: str) -> None:
+    with pytest.raises(SettingsError, match=shown) as error:
         load_settings(assignments=[given], environ={})
     assert "pattern" not in str(error.value)
 

@@ -85,8 +85,8 @@ class Clients:
         each = np.resize(np.array(of_kind, float), mixture.clients)
         positions = np.arange(mixture.max_k)
         chance = (each[:, None] - mixture.falls * positions).clip(0.0, 1.0)
-        stands = self.rng.random(chance.shape) < chance
-        return np.minimum(wanted, stands.cumprod(1).sum(1))
+        is_accepted = self.rng.random(chance.shape) < chance
+        return np.minimum(wanted, is_accepted.cumprod(1).sum(1))
 
 
 def learned(costs: Costs, clients: int, max_k: int) -> Price:
