@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from .scheduling.plan import Plan
+from .plan import Plan
 
 _NUM_TIMES = 8  # kept for each kind of step
 _SPARE_S = 0.0005  # safety margin: an idle device costs more than a launch that came too soon

@@ -25,11 +25,11 @@ from .models.groups import grouped
 from .models.host_pages import HostPages
 from .models.network import Pass, short_batches
 from .models.pair import ModelPair
+from .plan import Plan
 from .proposers import build_proposer
 from .ranks.admission import check_ranks
 from .ranks.followers import Followers, RankError
 from .ranks.wire import Op
-from .scheduling.plan import Plan
 from .scoring.scorer import Scorer
 from .scoring.verifier import Verifier
 from .state.slots import Slots

@@ -12,8 +12,8 @@ from ..api import ReportProgress
 from ..logit_edits import LogitEdits
 from ..models.compiled_decoder import CompiledDecoder
 from ..models.network import Network, Pass
+from ..plan import Plan, ScheduledRequest, sampling_kind, slots_of
 from ..request import Request
-from ..scheduling.plan import Plan, ScheduledRequest, sampling_kind, slots_of
 from ..state.batch import HostBatch
 from ..state.slots import Slots
 from .draws import Draws

@@ -13,7 +13,7 @@ from outrider.kernels.verify.verify import draw_draft
 
 from ..logit_edits import LogitEdits, RequestRows
 from ..models.network import PagedLayers
-from ..scheduling.plan import SAMPLING_KINDS, ScheduledRequest, sampling_kind, slots_of
+from ..plan import SAMPLING_KINDS, ScheduledRequest, sampling_kind, slots_of
 from ..state.host_copy import uploaded
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP, aligned

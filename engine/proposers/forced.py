@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from ..plan import Plan
 from ..request import Request
-from ..scheduling.plan import Plan
 from ..state.slots import Slots
 from .lookup import Found, Lookup, Wished
 from .proposer import Counts

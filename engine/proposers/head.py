@@ -19,7 +19,7 @@ from ..api import ReportProgress
 from ..logit_edits import LogitEdits
 from ..models.heads.head import Head
 from ..models.network import Network, Pass
-from ..scheduling.plan import SAMPLING_KINDS, Plan, ScheduledRequest, sampling_kind, slots_of
+from ..plan import SAMPLING_KINDS, Plan, ScheduledRequest, sampling_kind, slots_of
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP
 from ..state.slots import Slots

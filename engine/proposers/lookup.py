@@ -10,8 +10,8 @@ from outrider.kernels.verify.sampling import MAX_DRAFTS
 
 from ..acceptance import Hits, OwnHits
 from ..api import SourceName
+from ..plan import Plan, ScheduledRequest, Wish
 from ..request import Request
-from ..scheduling.plan import Plan, ScheduledRequest, Wish
 from ..state.slots import Slots
 from .proposer import Counts, Source
 

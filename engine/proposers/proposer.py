@@ -11,8 +11,8 @@ from outrider.kernels.verify.sampling import STATE_LOG_Z
 
 from ..api import ReportProgress, SourceName
 from ..models.network import Pass
+from ..plan import Plan, Wish
 from ..request import Request
-from ..scheduling.plan import Plan, Wish
 from ..state.host_copy import uploaded
 from ..state.slots import DraftDistributions
 from .draws import Draws

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..acceptance import Acceptance
-from .lookups import Worth, worth
+from .lookups import Worth
 from .price import Price
 from .trials import Choice, Trials
 
@@ -120,10 +120,9 @@ class AdaptiveSpeculation:
         num_seqs = max(1, num_seqs)
         num_rows = num_seqs * (1 + self.k)
         of_a_step = self.price.of(num_seqs, num_rows, self.k)
-        return worth(
-            num_seqs,
-            1 + self.acceptance.expected(self.k),
-            num_seqs * self.price.of_a_row(num_seqs, num_rows) / of_a_step,
+        return Worth(
+            num_seqs * (1 + self.acceptance.expected(self.k)),
+            self.price.of_a_row(num_seqs, num_rows) / of_a_step,
             self.price.of_lookups / of_a_step,
         )
 

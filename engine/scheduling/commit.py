@@ -5,9 +5,9 @@ from typing import Any
 
 from ..acceptance import DeadDrafts
 from ..api import STEP_TOKENS, RequestOutput
+from ..plan import Plan, ScheduledRequest
 from ..request import Request
 from .adaptive_speculation import times_decoding
-from .plan import Plan, ScheduledRequest
 from .sequences import Sequences
 
 

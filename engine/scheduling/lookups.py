@@ -5,18 +5,6 @@ from collections.abc import Sequence
 ROW_COST = 1 / 8  # assumed at first, as a share of a step that has one row a sequence
 
 
-def worth(
-    num_seqs: int, num_tokens: float = 1.0, row_cost: float = ROW_COST, any_cost: float = 0.0
-) -> "Worth":
-    """Of a step of so many sequences, each of which is expected to get `num_tokens`.
-
-    `row_cost` is that of one more row for each of them, as a share of the step, and `any_cost` what
-    a step with looked-up drafts costs besides, however few they are.
-    """
-    num_seqs = max(1, num_seqs)
-    return Worth(num_seqs * num_tokens, row_cost / num_seqs, any_cost)
-
-
 class Worth:
     """What a step is expected to bring, and what it costs; grows with the drafts that it takes."""
 

@@ -1,13 +1,14 @@
 """Plans the next step: which sequences run, for how many tokens, with how many drafts."""
 
 from operator import itemgetter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from outrider.kernels.verify.sampling import MAX_DRAFTS
 
+from ..plan import MAX_PROMPT_LOGITS, Plan, ScheduledRequest
+from ..proposers.proposer import Proposer
 from ..request import Request
-from .lookups import Worth, worth
-from .plan import MAX_PROMPT_LOGITS, Plan, ScheduledRequest, Wish
+from .lookups import ROW_COST, Worth
 from .sequences import Sequences
 
 if TYPE_CHECKING:
@@ -15,18 +16,6 @@ if TYPE_CHECKING:
 
 
 _LOOKED_UP_MASKS = 8  # for looked-up drafts of a sequence, where masks are rationed
-
-
-class Drafts(Protocol):
-    """What the proposer can draft in the next step, which decides how much room it gets."""
-
-    def draws_for(self, request: Request) -> bool: ...
-
-    def looks_up(self, request: Request) -> bool: ...
-
-    def prepare(self, most: dict[Request, int]) -> None: ...
-
-    def wishes(self, request: Request) -> list[Wish]: ...
 
 
 class Scheduler:
@@ -41,7 +30,7 @@ class Scheduler:
     preempted: it loses slot and pages, waits again, and is computed again later from its tokens.
     """
 
-    def __init__(self, sequences: Sequences, proposer: Drafts) -> None:
+    def __init__(self, sequences: Sequences, proposer: Proposer) -> None:
         self._sequences, self._proposer = sequences, proposer
         self._memory, self._max_model_len = sequences.memory, sequences.max_model_len
         # For requests that leave k open.
@@ -146,7 +135,8 @@ class Scheduler:
         """Choose the numbers of drafts for a step that also computes these prompts."""
         adaptive = self._sequences.adaptive
         if adaptive is None:
-            self._worth = worth(len(decoding))
+            num_seqs = max(1, len(decoding))
+            self._worth = Worth(num_seqs, ROW_COST / num_seqs)
             return
         drafting = [r for r in decoding if r.speculates and self._proposer.draws_for(r)]
         named = [k for r in drafting if (k := r.params.num_speculative_tokens) is not None]

@@ -28,7 +28,6 @@ class Trials:
         self._k = self._num_left = 0  # of the trial: its k, and how many steps are to come
         self._gained_s = 0.0  # by the trial, beside the time that its tokens usually take
         self._credit_s = 0.0  # may be lost
-        self._catch_up_s = 0.0  # of a draft that must read first what it has missed
         self._usual_rate = 0.0  # tokens of all sequences for a cost of 1
         self._tries_more = False
 
@@ -56,7 +55,6 @@ class Trials:
         gained_s = num_tokens / self._usual_rate * pace_s - (elapsed_s - late_s)
         self._gained_s += gained_s
         self._credit_s += min(0.0, gained_s) - late_s
-        self._catch_up_s = max(late_s, self._catch_up_s / 2)
 
     def _goes_on(self) -> bool:
         if self._gained_s <= 0.0:
@@ -71,10 +69,7 @@ class Trials:
         candidates = above if above and (self._tries_more or not below) else below
         other = max(candidates, key=lambda choice: choice.rate)
         lost = NUM_STEPS * (other.cost - other.num_tokens / usual.rate)
-        lost_s = max(lost, LEAST_LOSS * usual.cost) * pace_s
-        if usual.k == 0:
-            lost_s += self._catch_up_s
-        if self._credit_s >= lost_s:
+        if self._credit_s >= max(lost, LEAST_LOSS * usual.cost) * pace_s:
             self._k, self._num_left = other.k, NUM_STEPS
             self._credit_s = 0.0
             self._tries_more = not self._tries_more

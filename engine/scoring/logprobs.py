@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 from outrider.kernels.verify.logprobs import Logprobs, gather_logprobs, logprobs_at
 
 from ..api import TokenLogprobs
-from ..scheduling.plan import Plan, ScheduledRequest
+from ..plan import Plan, ScheduledRequest
 from ..state.host_copy import on_host, uploaded
 from ..state.ragged import ragged_arange
 

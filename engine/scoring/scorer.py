@@ -5,7 +5,7 @@ import torch
 
 from ..api import MAX_LOGPROBS
 from ..models.network import Network, Pass
-from ..scheduling.plan import MAX_PROMPT_LOGITS, Plan, slots_of
+from ..plan import MAX_PROMPT_LOGITS, Plan, slots_of
 from ..state.batch import HostBatch
 from .logprobs import gather, read_prompt_logprobs, score_prompts
 

@@ -14,7 +14,7 @@ from outrider.kernels.verify.verify import verify
 
 from ..api import MAX_LOGPROBS
 from ..logit_edits import LogitEdits, RequestRows
-from ..scheduling.plan import SAMPLING_KINDS, Plan, sampling_kind, slots_of
+from ..plan import SAMPLING_KINDS, Plan, sampling_kind, slots_of
 from ..state.host_copy import on_host, uploaded
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP, aligned

@@ -10,7 +10,7 @@ import pytest
 from outrider.engine.acceptance import PRIOR_ACCEPTANCE, OwnAcceptance
 from outrider.engine.scheduling.adaptive_speculation import UNLIKELY, AdaptiveSpeculation
 from outrider.engine.scheduling.price import Price
-from outrider.engine.scheduling.trials import Choice
+from outrider.engine.scheduling.trials import SPENT, Choice, Trials
 
 StepTime = Callable[[int, int], float]  # (num_seqs, k) -> seconds
 MAX_K = 5
@@ -322,3 +322,16 @@ def test_a_draft_that_must_read_what_it_has_missed_is_tried_less_often() -> None
             before = k
         num_trials.append(count)
     assert num_trials[0] > 3 * num_trials[1] > 0
+
+
+def test_what_a_draft_must_read_is_charged_to_its_trials_once() -> None:
+    trials, choices = Trials(), {0: Choice(0, 0, 1.0, 1.0), 1: Choice(1, 1, 1.0, 1.1)}
+    is_trial, read_s, total_s = False, 0.0, 0.0
+    for _ in range(20_000):
+        was_trial = is_trial
+        is_trial = trials.next(choices[0], choices, 0.03, may_begin=True) is not None
+        missed_s = 0.5 if is_trial and not was_trial else 0.0
+        elapsed_s = 0.03 * choices[is_trial].cost + missed_s
+        trials.observe(elapsed_s, 1, 0.03, is_trial=is_trial, late_s=missed_s)
+        read_s, total_s = read_s + missed_s, total_s + elapsed_s
+    assert 0.8 * SPENT < read_s / total_s < SPENT

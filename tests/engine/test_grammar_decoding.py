@@ -24,8 +24,8 @@ from outrider.engine.config import EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.grammars.grammar_messages import Question, Verdict
 from outrider.engine.grammars.grammar_process import GrammarProcess
+from outrider.engine.plan import Plan
 from outrider.engine.request import Request
-from outrider.engine.scheduling.plan import Plan
 
 TOKENIZER = byte_level_tokenizer()
 VOCAB = TOKENIZER.backend.get_vocab_size()

@@ -12,11 +12,11 @@ from tiny_models import VOCAB, Tiny
 from outrider.engine.acceptance import Hits, OwnHits
 from outrider.engine.api import NewRequest
 from outrider.engine.engine import Engine
+from outrider.engine.plan import Plan
 from outrider.engine.proposers.lookup import Found, Lookup
 from outrider.engine.request import Request
 from outrider.engine.scheduling.adaptive_speculation import AdaptiveSpeculation
 from outrider.engine.scheduling.lookups import Worth
-from outrider.engine.scheduling.plan import Plan
 from outrider.engine.scheduling.price import MIN_TIMES
 from outrider.engine.state.slots import Slots
 from outrider.engine.worker import LaunchedStep

@@ -19,7 +19,7 @@ from outrider.engine.api import (
 )
 from outrider.engine.config import ConfigError
 from outrider.engine.engine import Engine
-from outrider.engine.scheduling.plan import Plan
+from outrider.engine.plan import Plan
 
 MIXED = prompts([3, 40, 1, 17, 90, 8], VOCAB)
 

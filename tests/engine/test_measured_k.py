@@ -14,9 +14,9 @@ from outrider.engine.api import NewRequest, ignore_progress
 from outrider.engine.config import EngineConfig, ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.learning import learn_costs
+from outrider.engine.plan import Plan
 from outrider.engine.processes import process
 from outrider.engine.request import Request
-from outrider.engine.scheduling.plan import Plan
 
 MAX_K = 1  # further drafts would end where the draft model grows unsure
 

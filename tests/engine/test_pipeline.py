@@ -11,7 +11,7 @@ from tiny_models import VOCAB, Tiny
 from outrider.engine.api import NewRequest, ProcessorChoice, RequestOutput, SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.models.network import Pass
-from outrider.engine.scheduling.plan import Plan
+from outrider.engine.plan import Plan
 
 K = 3
 PARAMS = [

@@ -13,10 +13,10 @@ from tiny_models import VOCAB, Tiny
 
 from outrider.engine.api import InvalidRequestError, NewRequest, RequestOutput, SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.plan import Plan
 from outrider.engine.proposers.lookup import Lookup
 from outrider.engine.proposers.predictions import Prediction
 from outrider.engine.request import Request
-from outrider.engine.scheduling.plan import Plan
 from outrider.kernels.verify.sampling import STATE_LOG_Z
 
 K = 3

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.api import NewRequest, RequestOutput, SamplingParams, TokenLogprobs
 from outrider.engine.engine import Engine
 from outrider.engine.models.network import Pass
+from outrider.engine.plan import Plan
 from outrider.engine.request import Request
 from outrider.engine.scheduling import scheduler
-from outrider.engine.scheduling.plan import Plan
 from outrider.engine.state.batch import HostBatch
 
 MIXED = prompts([3, 40, 1, 17, 90, 8], VOCAB)

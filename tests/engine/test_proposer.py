@@ -16,10 +16,10 @@ from tiny_models import VOCAB, Quick, Tiny
 
 from outrider.engine.api import InvalidRequestError, NewRequest, SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.plan import Plan, ScheduledRequest, SourceName
 from outrider.engine.proposers.proposer import Counts, Proposer, Source
 from outrider.engine.request import Request
 from outrider.engine.scheduling.lookups import Worth
-from outrider.engine.scheduling.plan import Plan, ScheduledRequest, SourceName
 
 K = 3
 

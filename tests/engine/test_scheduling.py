@@ -23,8 +23,8 @@ from outrider.engine.api import (
 from outrider.engine.engine import Engine
 from outrider.engine.memory.sequence import SequenceMemory
 from outrider.engine.models.network import Pass
+from outrider.engine.plan import Plan
 from outrider.engine.request import Request
-from outrider.engine.scheduling.plan import Plan
 from outrider.engine.worker import LaunchedStep
 
 SPECS = ("parity = logits_processors:FavourParity", "keep_to = logits_processors:KeepTo")

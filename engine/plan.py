@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..api import SourceName, TokenLogprobs
-from ..memory.sequence import SequenceMemory
-from ..request import Request
+from .api import SourceName, TokenLogprobs
+from .memory.sequence import SequenceMemory
+from .request import Request
 
 # (whether any sequence filters, whether any draws): kernels leave out what is not needed.
 SAMPLING_KINDS = ((True, True), (False, True), (False, False))
