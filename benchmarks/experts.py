@@ -18,7 +18,7 @@ from kernels import DEVICE, time_us
 from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu
 from outrider.kernels.model.experts import add_experts, gated_experts
 from outrider.kernels.model.experts_product import experts_product
-from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix
+from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, has_4_bits
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Router, route
 from outrider.kernels.model.split_product import add_parts
@@ -31,6 +31,7 @@ FORMATS: dict[str, tuple[Kind, int, int]] = {
     "fp8": ("fp8", 1 << 20, 1),
     "fp8-blocks": ("fp8", 128, 128),
     "int4": ("int4", 128, 1),
+    "nvfp4": ("nvfp4", 16, 1),
 }
 
 
@@ -38,11 +39,14 @@ def make_narrow(name: str, num_experts: int, num_out: int, num_in: int) -> Exper
     """Random codes, in any order of a row's bytes."""
     kind, group, rows = FORMATS[name]
     num_rows, group = num_experts * num_out, min(group, num_in)
-    width = num_in // 2 if kind == "int4" else num_in
+    width = num_in // 2 if has_4_bits(kind) else num_in
     codes = torch.randint(0, 126, (num_rows, width), dtype=torch.uint8, device=DEVICE)
     codes = codes.view(torch.float8_e4m3fn if kind == "fp8" else torch.uint8)
     scale = torch.rand(num_in // group, num_rows // rows, device=DEVICE) / 100
     matrix = NarrowMatrix(kind, codes, scale.bfloat16(), None, num_in, group, rows)
+    if kind == "nvfp4":
+        factor = torch.ones(num_rows, device=DEVICE)
+        matrix = matrix._replace(scale=scale.to(torch.float8_e4m3fn), factor=factor)
     return ExpertMatrix(matrix, None, num_experts)
 
 

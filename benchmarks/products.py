@@ -33,6 +33,13 @@ def int4(num_out: int, num_in: int) -> NarrowMatrix:
     return narrow_matrix("int4", codes, scale, group=128)
 
 
+def nvfp4(num_out: int, num_in: int) -> NarrowMatrix:
+    codes = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8, device=DEVICE)
+    scale = torch.rand(num_in // 16, num_out, device=DEVICE).to(torch.float8_e4m3fn)
+    factor = torch.rand(num_out, device=DEVICE)
+    return narrow_matrix("nvfp4", codes, scale, group=16, factor=factor)
+
+
 def fp8_blocks(num_out: int, num_in: int) -> NarrowMatrix:
     codes = plain(num_out, num_in).to(torch.float8_e4m3fn)
     scale = torch.rand(num_in // 128, num_out // 128, device=DEVICE)
@@ -44,6 +51,7 @@ MAKERS: dict[str, Callable[[int, int], Tensor | NarrowMatrix]] = {
     "fp8": lambda num_out, num_in: round_to_fp8(plain(num_out, num_in)),
     "fp8 blocks": fp8_blocks,
     "int4": int4,
+    "nvfp4": nvfp4,
 }
 
 

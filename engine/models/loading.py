@@ -135,7 +135,7 @@ def quantised_format(config: ModelConfig, hf_config: PreTrainedConfig) -> tuple[
     """
     if config.quantization not in (None, "fp8"):
         raise UnsupportedModelError(f"quantization is {config.quantization!r}; it may be fp8")
-    quantised = take_format(hf_config)
+    quantised = take_format(hf_config, Path(config.path))
     if quantised is not None and config.quantization is not None:
         raise UnsupportedModelError(
             f"its weights are quantised already ({quantised[0]}); leave quantization out"

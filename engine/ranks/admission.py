@@ -65,7 +65,7 @@ def _why_not_shared(target: ModelConfig) -> str | None:
     if not (Path(target.path) / "config.json").is_file():
         return None  # whoever reads it says so
     config = load_config(target.path, trust_remote_code=target.trust_remote_code)
-    if target.quantization is not None or take_format(config) is not None:
+    if target.quantization is not None or take_format(config, Path(target.path)) is not None:
         return f"only plain weights are shared yet, and these are quantised: {alone}"
     if reason := why_unknown(config):
         return f"the target runs as transformers has it ({reason}): {alone}"

@@ -58,7 +58,8 @@ def part_of(matrix: Tensor | NarrowMatrix, expert: int, num_experts: int) -> Ten
         return matrix[part]
     scale = matrix.scale[:, part.start // matrix.rows : -(-part.stop // matrix.rows)]
     zero = None if matrix.zero is None else matrix.zero[:, part]
-    return matrix._replace(codes=matrix.codes[part], scale=scale, zero=zero)
+    factor = None if matrix.factor is None else matrix.factor[part]
+    return matrix._replace(codes=matrix.codes[part], scale=scale, zero=zero, factor=factor)
 
 
 def is_mxfp4(matrix: NarrowMatrix) -> bool:

@@ -17,6 +17,7 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import tl, triton
 from .e2m1 import scaled_from_e2m1, unscaled
 from .expert_matrix import GROUP, ExpertMatrix, Glu, is_mxfp4
+from .fp8 import as_bytes
 from .narrow_matrix import NarrowMatrix, has_4_bits
 from .narrow_numbers import in_order_by_warp, output_by_warp
 from .narrow_product import codes_of_steps, share_of_product
@@ -31,6 +32,7 @@ class _Numbers(NamedTuple):
     codes: Tensor
     scale: Tensor | None
     zero: Tensor | None
+    factor: Tensor | None
     options: dict[str, Any]  # constants, warps, and loops loaded ahead; the tiling changes no sum
 
 
@@ -45,7 +47,7 @@ def _of_plain(matrix: Tensor, x: Tensor, size: int) -> _Numbers:
     stages = num_stages_of(3, (outs + size) * _STEP_BYTES, x.device)
     tiling = {"BLOCK_N": outs, "STEPS": 1, "num_warps": outs // 16, "num_stages": stages}
     options = {"KIND": "plain", "WIDTH": matrix.shape[1], "GROUP": 0, "ROWS": 1, "CHUNK": 0}
-    return _Numbers(matrix, None, None, options | {"STEP": step} | tiling)
+    return _Numbers(matrix, None, None, None, options | {"STEP": step} | tiling)
 
 
 def _of_mxfp4(matrix: NarrowMatrix, x: Tensor, size: int) -> _Numbers:
@@ -82,7 +84,8 @@ def _of_narrow(matrix: NarrowMatrix, x: Tensor, size: int) -> _Numbers:
         "KIND": matrix.kind, "WIDTH": width, "GROUP": matrix.group, "ROWS": matrix.rows,
         "STEP": half, "CHUNK": matrix.chunk,
     }  # fmt: skip
-    return _Numbers(matrix.codes.view(torch.int32), matrix.scale, matrix.zero, options | tiling)
+    parts = as_bytes(matrix.scale), matrix.zero, matrix.factor
+    return _Numbers(matrix.codes.view(torch.int32), *parts, options | tiling)
 
 
 def experts_product(x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu | None) -> Tensor:
@@ -114,6 +117,7 @@ def experts_product(x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu |
         numbers.codes,
         numbers.scale,
         numbers.zero,
+        numbers.factor,
         layer.bias,
         *(glu or (0.0, 0.0, 0.0)),
         num_rows,
@@ -145,6 +149,7 @@ def _experts_kernel(
     codes_ptr,  # [experts * outputs, WIDTH / 4] words, or the plain matrix, WIDTH = NUM_IN
     scale_ptr,  # [groups, experts * outputs / ROWS], or None; MXFP4: exponents, 127 too large
     zero_ptr,  # [groups, experts * outputs], or None
+    factor_ptr,  # [experts * outputs], or None
     bias_ptr,  # [experts * outputs], or None
     alpha,
     limit,
@@ -179,7 +184,7 @@ def _experts_kernel(
     read = output_by_warp(i, WARPS)
     # If gated, the second half of a block holds the rows of `up` that match the gate's rows.
     n = tile_n * OUTS + i % OUTS
-    is_out, is_read = n < num_out, (tile_n * OUTS + read % OUTS < num_out)[:, None]
+    is_out, is_read = n < num_out, tile_n * OUTS + read % OUTS < num_out
     in_expert = tl.minimum(n, num_out - 1) + i // OUTS * num_out
     read_in_expert = tl.minimum(tile_n * OUTS + read % OUTS, num_out - 1) + read // OUTS * num_out
     num_weight_rows = num_out * (2 if GATED else 1)
@@ -207,17 +212,19 @@ def _experts_kernel(
             codes_at = codes_ptr + read_row.to(tl.int64)[:, None] * (WIDTH // 4)
             if KIND == "mxfp4":
                 total = _mxfp4_sums(
-                    x_at, codes_at, scale_ptr + read_row, is_pair, is_read, NUM_ROWS, WIDTH, STEPS,
-                    IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not GATED,
+                    x_at, codes_at, scale_ptr + read_row, is_pair, is_read[:, None], NUM_ROWS,
+                    WIDTH, STEPS, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not GATED,
                 )  # fmt: skip
             else:
-                scale_at, zero_at = scale_ptr + weight_row // ROWS, zero_ptr
+                scale_at, zero_at, factor_at = scale_ptr + weight_row // ROWS, zero_ptr, factor_ptr
                 if zero_ptr is not None:
                     zero_at = zero_ptr + weight_row
+                if factor_ptr is not None:
+                    scale_at, factor_at = scale_ptr + read_row, factor_ptr + weight_row
                 total = share_of_product(
-                    x_at, codes_at, scale_at, zero_at, is_pair, is_out, is_read, scale_stride,
-                    NUM_ROWS, 0, KIND, NUM_IN, WIDTH, WIDTH, GROUP, STEP, STEPS, CHUNK, IN_PAIRS,
-                    BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not GATED,
+                    x_at, codes_at, scale_at, zero_at, factor_at, is_pair, is_out, is_read,
+                    scale_stride, NUM_ROWS, 0, KIND, NUM_IN, WIDTH, WIDTH, GROUP, STEP, STEPS,
+                    CHUNK, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not GATED,
                 )  # fmt: skip
         pair = tl.load(pairs_at, cache_modifier=".cg")  # again: kept, it would spill registers
         is_pair = pair < num_rows * TOP_K

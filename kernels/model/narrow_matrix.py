@@ -1,6 +1,6 @@
 """The matrix of a linear layer in 4 or 8 bits a number, with scales:
 
-    W[n, k] = (value(code[n, k]) - zero[k // group, n]) * scale[k // group, n // rows]
+    W[n, k] = (value(code[n, k]) - zero[k // group, n]) * scale[k // group, n // rows] * factor[n]
 
 A byte holds one 8-bit code or two 4-bit codes: the low nibbles belong to `half` inputs, the high
 nibbles to the next `half`. So a block of bytes unpacks into two adjacent blocks of numbers.
@@ -22,13 +22,14 @@ from torch import Tensor
 from . import e2m1
 from .fp8 import MAX_E4M3, to_e4m3
 
-Kind = Literal["fp8", "int8", "fp4", "int4"]
+Kind = Literal["fp8", "int8", "fp4", "nvfp4", "int4"]
 
 # The most inputs in a step of a product; a 4-bit row is packed step by step.
 STEP = 128
 # Sizes of groups of inputs that share a scale: these, multiples of STEP, or all inputs.
 SMALL_GROUPS = (32, 64)
-_NO_ZERO = {"fp8": 0, "int8": 0, "fp4": 0, "int4": 8}
+NVFP4_GROUP = 16  # there the scales multiply numbers, not sums: their products are exact in 16 bits
+_NO_ZERO = {"fp8": 0, "int8": 0, "fp4": 0, "nvfp4": 0, "int4": 8}
 _ROWS_AT_ONCE = 4096
 
 
@@ -44,15 +45,16 @@ class RowFormat(NamedTuple):
 class NarrowMatrix(NamedTuple):
     """The matrix W of a linear layer, [N, K]."""
 
-    kind: Kind  # fp8 is e4m3, fp4 is e2m1; int8 is signed, int4 is 0 to 15
+    kind: Kind  # fp8 is e4m3, fp4 and nvfp4 are e2m1; int8 is signed, int4 is 0 to 15
     codes: Tensor  # [N, bytes of a row] float8_e4m3fn, int8, or for 4 bits uint8
-    scale: Tensor  # [groups, N / rows], any floating dtype
+    scale: Tensor  # [groups, N / rows], any floating dtype; nvfp4: float8_e4m3fn
     zero: Tensor | None  # [groups, N] int8; None: 8 for int4, else 0
     num_in: int  # K
     group: int  # inputs that share a scale
     rows: int = 1  # outputs that share a scale
     order: Tensor | None = None  # [K]: column j of the codes multiplies input order[j]
     rounds_inputs: bool = False  # to codes of its kind; 8 bits only, and one group or STEP * 2^n
+    factor: Tensor | None = None  # [N] float32: nvfp4 only, which always has it
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -60,7 +62,7 @@ class NarrowMatrix(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        parts = (self.codes, self.scale, self.zero, self.order)
+        parts = (self.codes, self.scale, self.zero, self.order, self.factor)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
@@ -82,6 +84,8 @@ class NarrowMatrix(NamedTuple):
 
 
 def _half(group: int) -> int:
+    if group == NVFP4_GROUP:
+        return SMALL_GROUPS[-1]
     return group if group in SMALL_GROUPS else STEP
 
 
@@ -90,7 +94,7 @@ def _chunk(group: int) -> int:
 
 
 def has_4_bits(kind: Kind) -> bool:
-    return kind in ("int4", "fp4")
+    return kind in ("int4", "fp4", "nvfp4")
 
 
 def narrow_matrix(
@@ -103,15 +107,21 @@ def narrow_matrix(
     zero: Tensor | None = None,
     order: Tensor | None = None,
     rounds_inputs: bool = False,
+    factor: Tensor | None = None,
 ) -> NarrowMatrix:
     """A matrix from codes, one a number. If `group` is at least K, each output has one scale.
 
-    Shape: codes [N, K], of 4 bits uint8; scale [groups, N / rows]; zero [groups, N].
+    Shape: codes [N, K], of 4 bits uint8; scale [groups, N / rows]; zero [groups, N]; factor [N].
     Raises ValueError naming a group or a shape that is not served.
     """
     num_out, num_in = codes.shape
     group = min(group, num_in)
-    if group < num_in and group % STEP and group not in SMALL_GROUPS:
+    if kind == "nvfp4":
+        assert (group, rows, scale.dtype) == (NVFP4_GROUP, 1, torch.float8_e4m3fn)
+        assert factor is not None
+        if num_in % NVFP4_GROUP:
+            raise ValueError(f"it has {num_in} inputs, no multiple of {NVFP4_GROUP}")
+    elif group < num_in and group % STEP and group not in SMALL_GROUPS:
         raise ValueError(
             f"{group} inputs share a scale; 32, 64, multiples of 128, and all of them are served"
         )
@@ -138,10 +148,10 @@ def narrow_matrix(
     # [N, chunks, tensor core steps, halves of 16 inputs, threads, inputs of a pair]
     turns = plain.view(num_out, -1, chunk // 16, 2, 4, 2).permute(0, 1, 4, 2, 3, 5)
     turned = turns.reshape(num_out, -1)
-    if kind == "fp4":
+    if kind in ("fp4", "nvfp4"):
         turned = e2m1.pack(turned.view(torch.int32)).view(torch.uint8)
     codes = turned.view(codes.dtype)
-    return NarrowMatrix(kind, codes, scale, zero, num_in, group, rows, order)
+    return NarrowMatrix(kind, codes, scale, zero, num_in, group, rows, order, factor=factor)
 
 
 def without_rounding(matrix: NarrowMatrix) -> NarrowMatrix:
@@ -179,12 +189,14 @@ def stack(matrices: Sequence[NarrowMatrix]) -> NarrowMatrix | None:
             rows = 1  # because blocks of outputs would cross the seam
     scales = [matrix.scale if rows > 1 else _scale_of_rows(matrix) for matrix in matrices]
     zeros = [matrix.zero for matrix in matrices if matrix.zero is not None]
+    factors = [matrix.factor for matrix in matrices if matrix.factor is not None]
     codes = torch.cat([matrix.codes.view(torch.uint8) for matrix in matrices])
     return first._replace(
         codes=codes.view(first.codes.dtype),
         scale=torch.cat(scales, 1),
         zero=torch.cat(zeros, 1) if zeros else None,
         rows=rows,
+        factor=torch.cat(factors) if factors else None,
     )
 
 
@@ -228,7 +240,8 @@ def _values(matrix: NarrowMatrix, part: slice) -> Tensor:
         zero = matrix.zero[:, part].float().t()[:, :, None]
     # The last group may be shorter.
     padded = F.pad(values, (0, -matrix.num_in % matrix.group)).view(num_out, -1, matrix.group)
-    return ((padded - zero) * scale.t()[:, :, None]).flatten(1)[:, : matrix.num_in]
+    values = ((padded - zero) * scale.t()[:, :, None]).flatten(1)[:, : matrix.num_in]
+    return values if matrix.factor is None else values * matrix.factor[part, None]
 
 
 def _numbers(matrix: NarrowMatrix, part: slice) -> Tensor:
@@ -237,7 +250,7 @@ def _numbers(matrix: NarrowMatrix, part: slice) -> Tensor:
     if matrix.rounds_inputs:
         return matrix.codes[part, : matrix.num_in].float()
     bytes_ = matrix.codes[part].view(torch.uint8)
-    if matrix.kind == "fp4":
+    if matrix.kind in ("fp4", "nvfp4"):
         bytes_ = e2m1.unpack(bytes_.view(torch.int32)).view(torch.uint8)
     threads = bytes_.view(len(bytes_), -1, 4, chunk // 16, 2, 2).permute(0, 1, 3, 4, 2, 5)
     codes = threads.reshape(len(bytes_), -1)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..triton_or_none import tl, triton
 from .e2m1 import bytes_of, from_e2m1
-from .fp8 import from_e4m3
+from .fp8 import as_bytes, from_e4m3, small_from_e4m3
 from .narrow_matrix import NarrowMatrix
 
 _BLOCK_N = 64
@@ -56,8 +56,9 @@ def unpack(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
     _unpack_kernel[triton.cdiv(num_out, _BLOCK_N), triton.cdiv(width, matrix.half)](
         out,
         matrix.codes.view(torch.int32),
-        matrix.scale,
+        as_bytes(matrix.scale),
         matrix.zero,
+        matrix.factor,
         num_out,
         matrix.scale.stride(0),
         KIND=matrix.kind,
@@ -85,7 +86,7 @@ def numbers(
     Shape: words [N, K / 4] -> [N, K] each
     """
     codes = bytes_of(words)
-    if KIND == "fp4":
+    if KIND == "fp4" or KIND == "nvfp4":
         low, high = from_e2m1(words, DTYPE, IN_PAIRS)
     elif KIND == "fp8":
         low = _e4m3(codes, DTYPE) if IN_PAIRS else from_e4m3(codes, DTYPE)
@@ -173,8 +174,9 @@ def _nibbles(codes, DTYPE: tl.constexpr):
 def _unpack_kernel(
     out_ptr,  # [num_out, NUM_IN]
     codes_ptr,  # [num_out, WIDTH / 4] words of 4 bytes
-    scale_ptr,  # [groups, num_out / ROWS]
+    scale_ptr,  # [groups, num_out / ROWS]; nvfp4: bytes
     zero_ptr,  # [groups, num_out] or None
+    factor_ptr,  # [num_out] or None
     num_out,
     scale_stride,
     KIND: tl.constexpr,
@@ -187,7 +189,7 @@ def _unpack_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Each program: one step of BLOCK_N outputs."""
-    HALVES: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
+    HALVES: tl.constexpr = 1 if KIND == "fp8" or KIND == "int8" else 2
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, STEP)
     start = tl.program_id(1) * STEP
@@ -199,16 +201,22 @@ def _unpack_kernel(
     low, high = numbers(words, zero_ptr is not None, KIND, tl.float32, False)
     for half in tl.static_range(HALVES):
         first = start * HALVES + half * STEP
-        group = tl.minimum(first, NUM_IN - 1) // GROUP
         weight = low
         if half == 1:
             weight = high
         weight = in_order(weight, BLOCK_N, STEP, CHUNK)
-        if zero_ptr is not None:
-            zero = tl.load(zero_ptr + group * num_out + n, mask=is_out, other=0)
-            weight = weight - zero.to(tl.float32)[:, None]
-        scale = tl.load(scale_ptr + group * scale_stride + n // ROWS, mask=is_out, other=0.0)
-        weight *= scale.to(tl.float32)[:, None]
         out_at = out_ptr + n.to(tl.int64)[:, None] * NUM_IN + first + k[None, :]
         inside = is_out[:, None] & (first + k < NUM_IN)[None, :]
+        if KIND == "nvfp4":
+            scale_at = scale_ptr + (first + k)[None, :] // GROUP * scale_stride + n[:, None]
+            scale = small_from_e4m3(tl.load(scale_at, mask=inside, other=0))
+            factor = tl.load(factor_ptr + n, mask=is_out, other=0.0)
+            weight *= scale.to(tl.float32) * 256.0 * factor[:, None]
+        else:
+            group = tl.minimum(first, NUM_IN - 1) // GROUP
+            if zero_ptr is not None:
+                zero = tl.load(zero_ptr + group * num_out + n, mask=is_out, other=0)
+                weight = weight - zero.to(tl.float32)[:, None]
+            scale = tl.load(scale_ptr + group * scale_stride + n // ROWS, mask=is_out, other=0.0)
+            weight *= scale.to(tl.float32)[:, None]
         tl.store(out_at, weight.to(out_ptr.dtype.element_ty), mask=inside)

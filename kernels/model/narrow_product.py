@@ -13,6 +13,8 @@ from torch import Tensor
 from .._dispatch import num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
+from .e2m1 import scaled_by_e4m3
+from .fp8 import as_bytes
 from .narrow_matrix import NarrowMatrix, has_4_bits
 from .narrow_numbers import in_order_by_warp, numbers, output_by_warp
 from .tiles import tile_of_program
@@ -76,8 +78,9 @@ def narrow_product(
         out,
         x,
         matrix.codes.view(torch.int32),
-        matrix.scale,
+        as_bytes(matrix.scale),
         matrix.zero,
+        matrix.factor,
         bias,
         parts,
         _counters(x.device, triton.next_power_of_2(num_tiles)) if merges else None,
@@ -116,8 +119,9 @@ def _narrow_kernel(
     out_ptr,  # [num_rows, num_out] or None
     x_ptr,  # [num_rows, NUM_IN]
     codes_ptr,  # [num_out or 2 * num_out, WIDTH / 4] words of 4 bytes
-    scale_ptr,  # [groups, num_out / ROWS]
+    scale_ptr,  # [groups, num_out / ROWS]; nvfp4: bytes
     zero_ptr,  # [groups, num_out] or None
+    factor_ptr,  # [num_out or 2 * num_out] or None
     bias_ptr,  # [num_out] or None
     parts_ptr,  # [SPLITS, num_rows, num_out or 2 * num_out] float32, or None
     counters_ptr,  # [tiles], or None
@@ -158,21 +162,23 @@ def _narrow_kernel(
     weight_row = n + i // OUTS * num_out
     is_row, is_out = row < num_rows, n < num_out
     read = output_by_warp(i, WARPS)
-    is_read = (tile_n * OUTS + read % OUTS < num_out)[:, None]
+    is_read = tile_n * OUTS + read % OUTS < num_out
     read_row = tile_n * OUTS + read % OUTS + read // OUTS * num_out
     codes_at = codes_ptr + read_row.to(tl.int64)[:, None] * (WIDTH // 4)
-    scale_at, zero_at = scale_ptr + weight_row // ROWS, zero_ptr
+    scale_at, zero_at, factor_at = scale_ptr + weight_row // ROWS, zero_ptr, factor_ptr
     if zero_ptr is not None:
         zero_at = zero_ptr + weight_row
+    if factor_ptr is not None:
+        scale_at, factor_at = scale_ptr + read_row, factor_ptr + weight_row
     mask = is_row & is_out[:, None]
     split = 0
     if parts_ptr is not None:
         split = tl.program_id(1)
     x_at = x_ptr + row * x_stride
     total = share_of_product(
-        x_at, codes_at, scale_at, zero_at, is_row, is_out, is_read, scale_stride, num_weight_rows,
-        split, KIND, NUM_IN, WIDTH, SHARE, GROUP, STEP, STEPS, CHUNK, IN_PAIRS, BLOCK_M, BLOCK_N,
-        WARPS, DEPENDENT,
+        x_at, codes_at, scale_at, zero_at, factor_at, is_row, is_out, is_read, scale_stride,
+        num_weight_rows, split, KIND, NUM_IN, WIDTH, SHARE, GROUP, STEP, STEPS, CHUNK, IN_PAIRS,
+        BLOCK_M, BLOCK_N, WARPS, DEPENDENT,
     )  # fmt: skip
     if parts_ptr is not None:
         part_at = parts_ptr + row * num_weight_rows + weight_row[:, None]
@@ -196,7 +202,7 @@ def _narrow_kernel(
             total += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
         for each in tl.static_range(1, SPLITS):
             total += share_of_product(
-                x_at, codes_at, scale_at, zero_at, is_row, is_out, is_read, scale_stride,
+                x_at, codes_at, scale_at, zero_at, factor_at, is_row, is_out, is_read, scale_stride,
                 num_weight_rows, each, KIND, NUM_IN, WIDTH, SHARE, GROUP, STEP, STEPS, CHUNK,
                 IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, False,
             )  # fmt: skip
@@ -223,7 +229,8 @@ def _narrow_kernel(
 
 @triton.jit
 def share_of_product(
-    x_at, codes_at, scale_at, zero_at, is_row, is_out, is_read, scale_stride, zero_stride, split,
+    x_at, codes_at, scale_at, zero_at, factor_at, is_row, is_out, is_read, scale_stride,
+    zero_stride, split,
     KIND: tl.constexpr, NUM_IN: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr,
     GROUP: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
     IN_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
@@ -231,19 +238,27 @@ def share_of_product(
 ):  # fmt: skip
     """Products over one split of the inputs, scaled; with WAITS the inputs are not there yet.
 
-    Shape: x_at, is_row [1, BLOCK_M], where rows begin; codes_at, is_read [BLOCK_N, 1], in the order
-    of `output_by_warp`; scale_at, zero_at, is_out [BLOCK_N] -> [BLOCK_N, BLOCK_M] float32.
+    Shape: x_at, is_row [1, BLOCK_M], where rows begin; codes_at [BLOCK_N, 1] and is_read [BLOCK_N],
+    in the order of `output_by_warp`; scale_at (nvfp4: in that order, too), zero_at, factor_at,
+    is_out [BLOCK_N] -> [BLOCK_N, BLOCK_M] float32.
     """
     DTYPE: tl.constexpr = x_at.dtype.element_ty
-    HALVES: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
-    ONE_GROUP: tl.constexpr = GROUP >= NUM_IN
+    HALVES: tl.constexpr = 1 if KIND == "fp8" or KIND == "int8" else 2
+    SCALES_NUMBERS: tl.constexpr = KIND == "nvfp4"
+    ONE_GROUP: tl.constexpr = GROUP >= NUM_IN and not SCALES_NUMBERS
     CHUNKS: tl.constexpr = STEP // CHUNK
     PARTS: tl.constexpr = STEPS * HALVES
     begin = split * SHARE
+    has_scale = is_read if SCALES_NUMBERS else is_out
+    is_read = is_read[:, None]
+    PER_PART: tl.constexpr = STEP // GROUP if SCALES_NUMBERS else 1
     codes = codes_of_steps(codes_at, is_read, begin, WIDTH, STEP, STEPS, CHUNK)
     x_at += tl.arange(0, CHUNK)[:, None]
     y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    scales = _of_groups(scale_at, scale_stride, is_out, begin * HALVES, NUM_IN, GROUP, STEP, PARTS)
+    scales = _of_groups(
+        scale_at, scale_stride, has_scale, begin * HALVES, NUM_IN, GROUP, STEP // PER_PART,
+        PARTS * PER_PART,
+    )  # fmt: skip
     zeros = scales
     if zero_at is not None:
         zeros = _of_groups(zero_at, zero_stride, is_out, begin * HALVES, NUM_IN, GROUP, STEP, PARTS)
@@ -255,27 +270,27 @@ def share_of_product(
         codes = codes_of_steps(codes_at, in_share, after, WIDTH, STEP, STEPS, CHUNK)
         if not ONE_GROUP:
             scales = _of_groups(
-                scale_at, scale_stride, is_out, after * HALVES, NUM_IN, GROUP, STEP, PARTS
-            )
+                scale_at, scale_stride, has_scale, after * HALVES, NUM_IN, GROUP, STEP // PER_PART,
+                PARTS * PER_PART,
+            )  # fmt: skip
         if zero_at is not None and not ONE_GROUP:
             zeros = _of_groups(
                 zero_at, zero_stride, is_out, after * HALVES, NUM_IN, GROUP, STEP, PARTS
             )
         for i in tl.static_range(PARTS):
             part = y
-            if not ONE_GROUP:
+            if not (ONE_GROUP or SCALES_NUMBERS):
                 part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for chunk in tl.static_range(CHUNKS):
-                low, high = numbers(
-                    now[i // HALVES * CHUNKS + chunk],
-                    zero_at is not None,
-                    KIND,
-                    DTYPE,
-                    IN_PAIRS,
-                )
-                weight = low
-                if i % HALVES == 1:
-                    weight = high
+                words = now[i // HALVES * CHUNKS + chunk]
+                if SCALES_NUMBERS:
+                    four = _of_words(scales_now, i * 4, BLOCK_N)
+                    weight = scaled_by_e4m3(words, four, i % HALVES == 1, DTYPE, IN_PAIRS)
+                else:
+                    low, high = numbers(words, zero_at is not None, KIND, DTYPE, IN_PAIRS)
+                    weight = low
+                    if i % HALVES == 1:
+                        weight = high
                 weight = in_order_by_warp(weight, BLOCK_N, CHUNK, WARPS)
                 if zero_at is not None:
                     zero = zeros_now[i].to(tl.float32)
@@ -288,11 +303,13 @@ def share_of_product(
                     in_x = is_row & (k + tl.arange(0, CHUNK) < NUM_IN)[:, None]
                 x = tl.load(x_at + k, mask=in_x, other=0.0)
                 part = tl.dot(weight, x, part, input_precision="ieee")
-            if ONE_GROUP:
+            if ONE_GROUP or SCALES_NUMBERS:
                 y = part
             else:
                 y += part * scales_now[i].to(tl.float32)[:, None]
-    if ONE_GROUP:
+    if SCALES_NUMBERS:
+        y *= tl.load(factor_at, mask=is_out, other=0.0)[:, None] * 256.0
+    elif ONE_GROUP:
         y *= scales[0].to(tl.float32)[:, None]
     return y
 
@@ -315,6 +332,17 @@ def codes_of_steps(
             words = tl.load(words_at, mask=mask & (at < WIDTH), other=0)
         chunks = chunks + (words,)  # type: ignore[assignment]  # noqa: RUF005
     return chunks
+
+
+@triton.jit
+def _of_words(scales, first: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The scales of four groups for the words of a chunk: each of four threads has one of each.
+
+    Shape: scales [BLOCK_N] each -> [BLOCK_N, 16]
+    """
+    even = tl.join(scales[first], scales[first + 2])
+    four = tl.reshape(tl.join(even, tl.join(scales[first + 1], scales[first + 3])), [BLOCK_N, 1, 4])
+    return tl.reshape(four.broadcast_to([BLOCK_N, 4, 4]), [BLOCK_N, 16])
 
 
 @triton.jit

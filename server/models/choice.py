@@ -11,8 +11,9 @@ from ..config.settings import DEFAULT_K, Settings
 from .known_drafts import Target, known_draft
 from .store import ModelError, read_json
 
-_PACKED = ("qweight", "weight_packed", "_blocks")  # of GPTQ and AWQ, compressed-tensors, MXFP4
-_STORED_BITS = {"I32": 32, "U8": 8}
+# Of GPTQ and AWQ, compressed-tensors, MXFP4, ModelOpt.
+_PACKED = ("qweight", "weight_packed", "_blocks", ".weight")
+_PAIR = "U8"  # two numbers of 4 bits; I32 holds as many as the config says
 EVERY_SOURCE = get_args(SourceName)
 LOOKUP_TOKENS = 5  # drafts a step of prompt lookup: they cost next to nothing
 
@@ -64,7 +65,7 @@ def count_parameters(directory: Path) -> int:
 
         gguf = GgufFile(path)
         count += sum(math.prod(gguf.shape_of(name)) for name in gguf.names)
-    packed_bits = _packed_bits(directory)
+    packed = {"I32": 32 // _packed_bits(directory), _PAIR: 2}
     if not any(directory.glob("*.safetensors")):
         return count
     try:
@@ -72,13 +73,13 @@ def count_parameters(directory: Path) -> int:
     except WeightFileError as error:
         raise ModelError(f"{directory}: {error}") from error
     for name, stored in tensors.items():
-        bits = _STORED_BITS.get(stored.dtype) if name.endswith(_PACKED) else None
-        count += math.prod(stored.shape) * (bits or packed_bits) // packed_bits
+        is_packed = name.endswith(_PACKED)
+        count += math.prod(stored.shape) * (packed.get(stored.dtype, 1) if is_packed else 1)
     return count
 
 
 def _packed_bits(directory: Path) -> int:
-    """Bits of a weight, by the model's config, if the file packs several into one number."""
+    """Bits of a weight, by the model's config, if the file packs several into a word."""
     quantization = read_json(directory / "config.json").get("quantization_config") or {}
     groups = (quantization.get("config_groups") or {}).values()
     found = [

@@ -281,6 +281,8 @@ PUBLISHED = {  # for what models
     "ct 4 bits, zero points": "qwen3_moe",
     "ct int8": "qwen3_moe",
     "ct mxfp4": "qwen3_moe",
+    "ct nvfp4": "glm4_moe",
+    "modelopt mixed": "qwen3_moe",
 }
 WIDE = {"hidden_size": 192, "head_dim": 32, "num_hidden_layers": 2}
 INNER = {"moe_intermediate_size": 192, "intermediate_size": 320, "n_shared_experts": 1}

@@ -1,5 +1,6 @@
 """Checkpoints in every quantised format compute what their plain models would, or are refused."""
 
+import json
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,7 +26,7 @@ from outrider.engine.models.weights import Dense, Linear, as_batch_invariant
 from outrider.kernels.model.narrow_matrix import round_to_fp8
 
 # Blocks of 128 end within a matrix, and the merged q, k, v begin within one.
-KINDS = ("fp8", "int8", "int4", "fp4")
+KINDS = ("fp8", "int8", "int4", "fp4", "nvfp4", "fp8, mixed, nvfp4")
 SHAPE = {"hidden_size": 192, "intermediate_size": 320, "num_key_value_heads": 2, "head_dim": 32}
 
 
@@ -63,8 +64,8 @@ def test_logits_are_those_of_the_matrices_that_the_codes_mean(
     kinds = [f"{kind} (inputs too)" if rounds_inputs else kind for kind in KINDS]
     assert network.weight_formats in (kinds if HAS_KERNELS else [""])
     if HAS_KERNELS:
-        kept = Scaled if rounds_inputs else Narrow
-        assert all(type(weight) is kept for weight in weights)
+        kept = Scaled if rounds_inputs else Stacked if "mixed" in name else Narrow
+        assert all(type(weight) in (kept, Narrow) for weight in weights)
         meant = load_file(tmp_path / "meant/model.safetensors")
         num_weights = sum(len(t.flatten()) for key, t in meant.items() if "_proj" in key)
         head = network.output_layer.weight.num_bytes
@@ -139,12 +140,21 @@ def test_a_plain_checkpoint_is_rounded_on_the_way(
     [
         ({"quant_method": "bitsandbytes"}, "bitsandbytes is none of awq, compressed-tensors, fp8"),
         ({"quant_method": "mxfp4"}, "mxfp4: none of its layers is kept in that way"),
+        ({"quant_method": "modelopt"}, "modelopt: quant_algo of the model is None; FP8, .* NVFP4"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"model.layers.7.mlp": {"quant_algo": "W4A8_AWQ"}},
+            },
+            "modelopt: quant_algo of model.layers.7.mlp is W4A8_AWQ; FP8, .* NVFP4",
+        ),
         ({"quant_method": "awq", "version": "gemv"}, "awq: version is 'gemv'"),
         ({"quant_method": "awq", "bits": 3}, "awq: it has 3 bits"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         (
-            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
-            "format is 'nvfp4-pack-quantized'",
+            {"quant_method": "compressed-tensors", "format": "marlin-24"},
+            "format is 'marlin-24'",
         ),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24"}},
@@ -174,7 +184,29 @@ def test_what_is_not_served_is_refused_by_name(
         ("awq", "qzeros", None, "has no qzeros"),
         ("gptq, act-order", "g_idx", torch.zeros(192, dtype=torch.int32), "not of 32 inputs each"),
         ("gptq, zero points", "qzeros", torch.full((3, 16), -1), "a zero point of 16"),
-        ("ct mxfp4", "weight_global_scale", torch.ones(1), "NVFP4"),
+        ("ct nvfp4", "weight_global_scale", None, "has 4 bits, but no weight_global_scale"),
+        ("ct nvfp4", "weight_global_scale", torch.zeros(()), "one number, finite and not 0"),
+        (
+            "modelopt nvfp4",
+            "weight_scale",
+            torch.zeros(128, 6),
+            "q_proj.weight_scale is 128 x 6 of float8_e4m3fn; in NVFP4 it is 128 x 12",
+        ),
+        ("modelopt nvfp4", "weight_scale", torch.full((128, 12), torch.nan), "is not a number"),
+        ("modelopt nvfp4", "weight_scale_2", torch.ones(3), "weight_scale_2 must be one number"),
+        ("modelopt nvfp4", "pre_quant_scale", torch.ones(192), "scales its inputs"),
+        (
+            "modelopt nvfp4",
+            "weight",
+            torch.zeros(128, 80),
+            "q_proj.weight_scale is 128 x 12 of float8_e4m3fn; in NVFP4 it is 128 x 10",
+        ),
+        (
+            "fp8 of blocks",
+            "weight_scale_inv",
+            torch.zeros(1, 2, dtype=torch.uint8),
+            "weight_scale_inv is of torch.uint8, as in MXFP8",
+        ),
         ("ct 4 bits", "weight_shape", torch.tensor([128, 200]), "neither 4 nor 8 bits"),
     ],
 )
@@ -183,10 +215,24 @@ def test_a_broken_layer_is_refused_by_name(
 ) -> None:
     path = quantise(plain, tmp_path, name)
     key = f"model.layers.0.self_attn.q_proj.{tensor}"
-    if change is not None and key in (stored := load_file(path / "model.safetensors")):
+    stored = load_file(path / "model.safetensors")
+    if change is not None and key in stored and change.is_floating_point():
         change = change.to(stored[key].dtype)
     change_tensor(path, key, change)
     with pytest.raises(UnsupportedModelError, match=f"{reason}.*take the checkpoint"):
+        load(path)
+
+
+def test_modelopts_own_file_counts_if_the_config_says_nothing(plain: Path, tmp_path: Path) -> None:
+    path = quantise(plain, tmp_path, "modelopt nvfp4")
+    change_config(path, quantization_config=None)
+    own = path / "hf_quant_config.json"
+    told = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    own.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": told}))
+    expected = eager_logits(tmp_path / "meant")
+    torch.testing.assert_close(run_prompt(load(path)).logits, expected, rtol=1e-3, atol=1e-3)
+    own.write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=r"hf_quant_config\.json is damaged: KeyError"):
         load(path)
 
 

@@ -32,6 +32,7 @@ NARROW: dict[str, NumberFormat] = {
     "int4": ("int4", 128, 1, False),
     "int4, zero points": ("int4", 32, 1, True),
     "fp4": ("fp4", 32, 1, False),
+    "nvfp4": ("nvfp4", 16, 1, False),
 }
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 _seeds = count()

@@ -14,7 +14,7 @@ from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu
 from outrider.kernels.model.expert_tiles import Tiles
 from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.narrow_linear import narrow_linear
-from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix
+from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, has_4_bits
 from outrider.kernels.model.narrow_product import narrow_product
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.product import product
@@ -39,9 +39,13 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def make_matrix(kind: Kind, num_out: int, num_in: int, group: int) -> NarrowMatrix:
-    codes = empty(num_out, num_in // 2 if kind in ("int4", "fp4") else num_in, dtype=torch.uint8)
-    scale = empty(-(-num_in // group), num_out, dtype=torch.float16)
-    return NarrowMatrix(kind, codes.view(DTYPES.get(kind, torch.uint8)), scale, None, num_in, group)
+    codes = empty(num_out, num_in // 2 if has_4_bits(kind) else num_in, dtype=torch.uint8)
+    codes = codes.view(DTYPES.get(kind, torch.uint8))
+    scale, factor = empty(-(-num_in // group), num_out, dtype=torch.float16), None
+    if kind == "nvfp4":
+        scale = empty(*scale.shape, dtype=torch.float8_e4m3fn)
+        factor = empty(num_out, dtype=torch.float32)
+    return NarrowMatrix(kind, codes, scale, None, num_in, group, factor=factor)
 
 
 def make_experts(num_in: int) -> ExpertMatrix:
@@ -110,8 +114,15 @@ def test_numbers_that_share_a_word_are_converted_together() -> None:
     assert set(packed) == {"1"}
 
 
-@pytest.mark.parametrize("num_rows", [1, 100, 200])
-@pytest.mark.parametrize(("kind", "group"), [("fp8", 1024), ("int4", 128)])
+@pytest.mark.parametrize(
+    ("kind", "group", "num_rows"),
+    [
+        *((kind, group, num) for kind, group in (("fp8", 1024), ("int4", 128)) for num in (1, 100)),
+        ("fp8", 1024, 200),
+        ("int4", 128, 200),
+        ("nvfp4", 16, 20),
+    ],
+)
 def test_narrow_products_do_not_overwrite_what_is_multiplied(
     num_rows: int, kind: Kind, group: int
 ) -> None:

@@ -44,6 +44,7 @@ FORMATS: list[NumberFormat] = [
     ("int4", 256, 1, True),
     ("int4", ALL, 1, True),
     ("fp4", 32, 1, False),
+    ("nvfp4", 16, 1, False),
 ]
 
 

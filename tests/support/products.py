@@ -8,7 +8,7 @@ from random_tensors import normals
 from torch import Tensor
 from verification import DEVICE
 
-from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, narrow_matrix
+from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, has_4_bits, narrow_matrix
 from outrider.kernels.model.rms_norm import Norm
 
 
@@ -71,7 +71,7 @@ def narrow_of(format_: NumberFormat, num_out: int, num_in: int) -> NarrowMatrix:
 
     group, rows = min(group, num_in), min(rows, num_out)
     shape = (-(-num_in // group), -(-num_out // rows))
-    codes = codes_below(16 if kind in ("int4", "fp4") else 256, num_out, num_in)
+    codes = codes_below(16 if has_4_bits(kind) else 256, num_out, num_in)
     if kind == "fp8":
         codes[codes % 128 == 127] = 126  # not a number
         codes = codes.view(torch.float8_e4m3fn)
@@ -81,8 +81,12 @@ def narrow_of(format_: NumberFormat, num_out: int, num_in: int) -> NarrowMatrix:
     if has_zero:
         zero = codes_below(16, shape[0], num_out).to(torch.int8).to(DEVICE)
     scale = torch.rand(*shape, generator=generator) / 100 + 0.001
+    factor = None
+    if kind == "nvfp4":  # with scales of every size, but for what is not a number
+        scale = codes_below(127, *shape).view(torch.float8_e4m3fn)
+        factor = (torch.rand(num_out, generator=generator) / 1e4).to(DEVICE)
     return narrow_matrix(
-        kind, codes.to(DEVICE), scale.to(DEVICE), group=group, rows=rows, zero=zero
+        kind, codes.to(DEVICE), scale.to(DEVICE), group=group, rows=rows, zero=zero, factor=factor
     )
 
 

@@ -219,6 +219,43 @@ def mxfp4(weight: Tensor) -> Made:
     return tensors, E2M1[codes.int()] * scale
 
 
+def nvfp4(*names: str, divides: bool) -> Callable[[Tensor], Made]:
+    """`names`: of the codes, and of the factor."""
+
+    def make(weight: Tensor) -> Made:
+        groups = weight.unflatten(1, (-1, 16))
+        factor = weight.abs().max() / 6 / 448
+        scale = (groups.abs().amax(2) / 6 / factor).to(torch.float8_e4m3fn)
+        whole = scale.float() * factor
+        distance = groups[..., None] - E2M1 * whole[..., None, None]
+        codes = distance.abs().argmin(-1).to(torch.uint8).flatten(1)
+        codes, factor_name = codes[:, ::2] | codes[:, 1::2] << 4, names[1]
+        tensors = {
+            names[0]: codes,
+            "weight_scale": scale,
+            factor_name: 1 / factor if divides else factor,
+        }
+        plain = E2M1[torch.stack((codes & 15, codes >> 4), 2).flatten(1).int()]
+        return tensors, plain * whole.repeat_interleave(16, 1)
+
+    return make
+
+
+_MODELOPT_NVFP4 = nvfp4("weight", "weight_scale_2", divides=False)
+
+
+def modelopt_mixed(weight: Tensor) -> Made:
+    """Matrices that widen are in NVFP4, others in FP8: of the tensor, or of blocks."""
+    if len(weight) > weight.shape[1]:
+        return _MODELOPT_NVFP4(weight)
+    if len(weight) < 100:
+        tensors, plain = fp8_of_blocks("weight_scale", torch.float32)(weight)
+        tensors["weight_scale"] = tensors["weight_scale"][:, None, :, None]
+        return tensors, plain
+    tensors, plain = fp8_of_tensor(weight)
+    return {**tensors, "input_scale": torch.tensor(0.5)}, plain
+
+
 def _compressed(
     format_: str, inputs: dict[str, object] | None = None, **weights: object
 ) -> dict[str, Any]:
@@ -273,6 +310,24 @@ FORMATS = {
         _compressed("pack-quantized", num_bits=8), pack_quantized(8, 64, asymmetric=True)
     ),
     "ct mxfp4": Format(_compressed("mxfp4-pack-quantized"), mxfp4),
+    "ct nvfp4": Format(
+        _compressed("nvfp4-pack-quantized", num_bits=4),
+        nvfp4("weight_packed", "weight_global_scale", divides=True),
+    ),
+    "modelopt nvfp4": Format(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, _MODELOPT_NVFP4
+    ),
+    "modelopt mixed": Format(
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+                "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+            },
+        },
+        modelopt_mixed,
+    ),
     "awq": Format({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
     "gptq": Format(_GPTQ, gptq(4, 32, asymmetric=False, scattered=False, added=1)),
     "gptq, zero points": Format(_GPTQ, gptq(4, 64, asymmetric=True, scattered=False, added=1)),

@@ -6,27 +6,31 @@ add a format, write a function from its configuration to a `Read` in a file here
 FORMATS.
 """
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from ..admission import UnsupportedModelError
 from ..checkpoint import Read
-from . import awq, compressed_tensors, fp8, gptq, mxfp4
+from . import awq, compressed_tensors, fp8, gptq, modelopt, mxfp4
 
 FORMATS: dict[str, Callable[[dict[str, Any]], Read]] = {
     "awq": awq.reader,
     "compressed-tensors": compressed_tensors.reader,
     "fp8": fp8.reader,
     "gptq": gptq.reader,
+    "modelopt": modelopt.reader,
     "mxfp4": mxfp4.reader,
 }
 _KEYS = ("quantization_config", "compression_config")
+_MODELOPT = "hf_quant_config.json"  # has the format if the configuration has none
 
 
-def take_format(hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
-    """The format of a checkpoint's layers and its reader; None if they are plain.
+def take_format(hf_config: PreTrainedConfig, folder: Path) -> tuple[str, Read] | None:
+    """The format of the layers in a model directory and its reader; None if they are plain.
 
     Removes the format from the configuration, which is then that of the plain model. Raises
     UnsupportedModelError naming the format, or its option, that is not served.
@@ -39,6 +43,8 @@ def take_format(hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
                 delattr(config, key)
             if settings and found is None:
                 found = key, settings if isinstance(settings, dict) else settings.to_dict()
+    if found is None and (folder / _MODELOPT).is_file():
+        found = "modelopt", _settings_of(folder / _MODELOPT)
     if found is None:
         return None
     key, settings = found
@@ -49,6 +55,14 @@ def take_format(hf_config: PreTrainedConfig) -> tuple[str, Read] | None:
         return name, FORMATS[name](settings)
     except UnsupportedModelError as reason:
         raise refused_format(f"{name}: {reason}") from None
+
+
+def _settings_of(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_text("utf-8"))["quantization"]
+        return {"quant_algo": settings["quant_algo"], **settings}
+    except (ValueError, KeyError, TypeError) as error:
+        raise refused_format(f"{path.name} is damaged: {error!r}") from error
 
 
 def refused_format(reason: str) -> UnsupportedModelError:

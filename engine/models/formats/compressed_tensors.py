@@ -1,4 +1,4 @@
-"""compressed-tensors: FP8, integers of 4 and 8 bits, MXFP4."""
+"""compressed-tensors: FP8, integers of 4 and 8 bits, MXFP4, NVFP4."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
 from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint, Read
-from . import fp8
+from . import fp8, nvfp4
 from .base import group_of, matrix_of_integers, signed, unpacked
 
 _FORMATS = {
     "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized",
-    "naive-quantized", "pack-quantized",
+    "naive-quantized", "nvfp4-pack-quantized", "pack-quantized",
 }  # fmt: skip
 _MXFP4_GROUP = 32
 
@@ -66,7 +66,7 @@ def _read(
 ) -> NarrowMatrix | None:
     if f"{layer}.weight_packed" in tensors:
         if tensors.view(f"{layer}.weight_packed").dtype == torch.uint8:
-            return _read_mxfp4(tensors, layer)
+            return _read_e2m1(tensors, layer)
         return _read_packed(tensors, layer)
     if tensors.view(f"{layer}.weight").dtype == torch.int8:
         return _read_int8(tensors, layer, rounds_inputs="int" in rounded)
@@ -108,9 +108,12 @@ def _scales(tensors: Checkpoint, layer: str, num_out: int) -> tuple[int, Tensor]
     return rows, scale.view(num_out // rows, -1).t()
 
 
-def _read_mxfp4(tensors: Checkpoint, layer: str) -> NarrowMatrix:
-    if f"{layer}.weight_global_scale" in tensors:
-        raise UnsupportedModelError(f"{layer} is in NVFP4")
+def _read_e2m1(tensors: Checkpoint, layer: str) -> NarrowMatrix:
+    """NVFP4 if scales are in FP8, else MXFP4."""
+    if tensors.view(f"{layer}.weight_scale").dtype == torch.float8_e4m3fn:
+        return nvfp4.read(
+            tensors, layer, codes="weight_packed", factor="weight_global_scale", divides=True
+        )
     pairs = tensors.stored(f"{layer}.weight_packed")  # [N, K / 2], even inputs low
     codes = torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)
     exponent = tensors.stored(f"{layer}.weight_scale").view(torch.uint8).float() - 127

@@ -60,6 +60,10 @@ def read(
     if name is None:
         raise UnsupportedModelError(f"{layer} is in FP8 without a {' or '.join(_SCALES)}")
     codes, scale = tensors.stored(f"{layer}.weight"), tensors.stored(name)
+    if not scale.is_floating_point():
+        raise UnsupportedModelError(f"{name} is of {scale.dtype}, as in MXFP8")
+    if scale.ndim == 4:  # [blocks of outputs, 1, blocks of inputs, 1]
+        scale = scale[:, 0, :, 0]
     if scale.dtype.itemsize == 1:  # e8m0
         scale = scale.float()
     num_out, num_in = codes.shape
