@@ -59,10 +59,24 @@ class KnownDraft:
         )
 
 
+def _head(one: tuple[str, str], model: str, kind: str, billions: float, k: int) -> KnownDraft:
+    """A head of one model, which `one` has in words and as its name ends."""
+    family, name = one
+    return KnownDraft(
+        model=model,
+        num_parameters=int(billions * 1e9),
+        family=family,
+        # A directory or a quantised checkpoint of it, too, but no fine-tuned model.
+        name=rf"(^|/){name}(-fp8|-awq|-gptq)?$",
+        kind=f"{kind} head",
+        num_speculative_tokens=k,
+    )
+
+
 _LLAMA_3 = frozenset({128_256})
 _GEMMA_3 = frozenset({262_144, 262_208})
 _QWEN_2 = frozenset({151_936, 152_064})
-# One model, in words and as its name ends.
+# See `_head`.
 _QWEN_3_8B = "Qwen3 8B", "qwen3-8b"
 _QWEN_3_14B = "Qwen3 14B", "qwen3-14b"
 _QWEN_3_32B = "Qwen3 32B", "qwen3-32b"
@@ -72,6 +86,10 @@ _GPT_OSS_120B = "gpt-oss 120B", "gpt-oss-120b"
 _QWEN_3_30B = "Qwen3 30B-A3B Instruct", "qwen3-30b-a3b-instruct-2507"
 _QWEN_3_30B_HEAD = "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3"
 _QWEN_3_CODER = "Qwen3 Coder 30B-A3B Instruct", "qwen3-coder-30b-a3b-instruct"
+_QWEN_36_27B = "Qwen3.6 27B", r"qwen3\.6-27b"
+_QWEN_36_35B = "Qwen3.6 35B-A3B", r"qwen3\.6-35b-a3b"
+_QWEN_38_27B = "Qwen3.8 27B", r"qwen3\.8-27b"
+_QWEN_CODER_NEXT = "Qwen3 Coder Next", "qwen3-coder-next"
 _SMOLLM_2 = frozenset({49_152})
 
 KNOWN_DRAFTS: Sequence[KnownDraft] = (
@@ -99,16 +117,8 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
         vocab_sizes=_SMOLLM_2,
     ),
     *(
-        KnownDraft(
-            model=model,
-            num_parameters=int(billions * 1e9),
-            family=family,
-            # A directory or a quantised checkpoint of it, too, but no fine-tuned model.
-            name=rf"(^|/){name}(-fp8|-awq|-gptq)?$",
-            kind=f"{kind} head",
-            num_speculative_tokens=k,
-        )
-        for (family, name), model, kind, billions, k in (
+        _head(one, model, kind, billions, k)
+        for one, model, kind, billions, k in (
             (_QWEN_3_8B, "RedHatAI/Qwen3-8B-speculator.eagle3", "EAGLE-3", 0.4, 6),
             (_QWEN_3_14B, "RedHatAI/Qwen3-14B-speculator.eagle3", "EAGLE-3", 0.6, 6),
             (_QWEN_3_32B, "RedHatAI/Qwen3-32B-speculator.eagle3", "EAGLE-3", 0.8, 6),
@@ -148,6 +158,15 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
             ("Qwen3.5 and 3.6, mixtures", "qwen3_5_moe"),
             ("Qwen3.5 and 3.6, mixtures", "qwen3_5_moe_text"),
             ("Qwen3-Next", "qwen3_next"),
+        )
+    ),
+    *(  # behind the heads in the checkpoints of these, which nobody has to download
+        _head(one, model, kind, billions, 7)
+        for one, model, kind, billions in (
+            (_QWEN_36_27B, "z-lab/Qwen3.6-27B-DFlash", "DFlash", 1.74),
+            (_QWEN_36_35B, "z-lab/Qwen3.6-35B-A3B-DFlash", "DFlash", 0.39),
+            (_QWEN_CODER_NEXT, "z-lab/Qwen3-Coder-Next-DFlash", "DFlash", 0.5),
+            (_QWEN_38_27B, "RadixArk/Qwen3.8-27B-DSpark", "DSpark", 1.86),
         )
     ),
     # Distilled from R1 over Qwen's and Llama's vocabularies, with special tokens of their own.

@@ -138,6 +138,7 @@ def test_a_bad_tensor_of_a_block_head_is_reported_at_load(
         ({"markov_head_type": "gated"}, "its Markov head is of type gated; only vanilla"),
         ({"draft_vocab_size": 50}, "no lm_head of its own, and the target's is 97 x 32 where"),
         ({"vocab_size": 90, "draft_vocab_size": 97}, "of 90 tokens, the target has 97"),
+        ({"causal_head": True}, "it is a causal head"),
         ({"dflash_config": {"selector_rank": 256}}, "of kind dflash2; of heads"),
         ({"dflash_config": {"projector_type": "domino"}}, "of kind domino; of heads"),
     ],

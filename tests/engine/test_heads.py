@@ -14,7 +14,7 @@ from engines import GREEDY, engine_config, generate, prompts, run, tokens
 from heads import PlainHead, save_tiny_head, tensors_of
 from mtp import PlainMtp, save_tiny_mtp_model
 from safetensors.torch import save_file
-from tiny_models import VOCAB, Tiny
+from tiny_models import VOCAB, Tiny, save_tiny_model
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
@@ -50,9 +50,15 @@ BLOCK_VARIANTS: dict[str, dict[str, Any]] = {
     "dspark-confident": {"markov": "vanilla", "confidence": "token", "boundaries": (0, 3)},
     "dspark-leading": {"markov": "vanilla", "confidence": "states", "from_anchor": False},
 }
+OF_HYBRIDS: dict[str, dict[str, Any]] = {
+    "dflash-hybrid": {"boundaries": (0, 1, 3), "windows": (7, None)},
+    "dspark-hybrid": {"boundaries": (1, 2), "markov": "vanilla", "windows": (7, 7)},
+}
+ALL_BLOCKS = BLOCK_VARIANTS | OF_HYBRIDS
 # Whether a step is launched before the last one is read hangs on the proposer, not on its formulas:
 # some of each run ahead, and the others in turn.
 RUN_AHEAD = ("flat", "parallel", "dflash", "dflash-windows", "dspark", "dspark-leading", "mtp-mimo")
+RUN_AHEAD += ("dflash-hybrid",)
 # One of each kind of proposer, for what hangs on the kind alone: of a target of two layers.
 FEW = (0, 1, 2)
 KINDS: dict[str, dict[str, Any]] = {
@@ -61,6 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash": {"boundaries": FEW},
     "dspark": BLOCK_VARIANTS["dspark"] | {"boundaries": FEW},
     "mtp-mimo": {},
+    "dflash-hybrid": OF_HYBRIDS["dflash-hybrid"],
 }
 Pair = tuple[Path, Path]  # a target and its head
 
@@ -76,6 +83,9 @@ def head(tmp_path: Path, target: Path) -> Tiny:
 
 
 def save_pair(target: Path, path: Path, name: str, options: dict[str, Any]) -> Pair:
+    """For the given target, or one of the kind that the name asks for."""
+    if "hybrid" in name:
+        target = save_tiny_model(path.with_name("hybrid"), "qwen3_5_text")
     if name == "mtp-mimo":
         model = save_tiny_mtp_model(path, num_hidden_layers=3)
         return model, model
@@ -83,7 +93,12 @@ def save_pair(target: Path, path: Path, name: str, options: dict[str, Any]) -> P
     return target, save(path, target, **options)
 
 
-@pytest.fixture(params=KINDS)
+SLOW = ("dflash-hybrid",)  # as the reference of delta nets is
+
+
+@pytest.fixture(
+    params=[pytest.param(kind, marks=pytest.mark.deep if kind in SLOW else ()) for kind in KINDS]
+)
 def any_pair(request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Tiny) -> Pair:
     target = tiny_model("llama", num_hidden_layers=2)
     return save_pair(target, tmp_path / "head", request.param, KINDS[request.param])
@@ -184,7 +199,7 @@ MIXED = [
             marks=() if is_ahead == (variant in RUN_AHEAD) else pytest.mark.deep,
             id=f"{variant}-{'ahead' if is_ahead else 'in-turn'}",
         )
-        for variant in (*VARIANTS, *BLOCK_VARIANTS, "mtp-mimo")
+        for variant in (*VARIANTS, *ALL_BLOCKS, "mtp-mimo")
         for is_ahead in (False, True)
     ],
 )
@@ -192,7 +207,7 @@ def test_drafts_are_drawn_from_the_formulas(
     variant: str, is_ahead: bool, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind prompts in chunks, and after every number of accepted drafts."""
-    options = (VARIANTS | BLOCK_VARIANTS).get(variant, {})
+    options = (VARIANTS | ALL_BLOCKS).get(variant, {})
     target, path = save_pair(target, tmp_path / "head", variant, options)
     engine = Engine(engine_config(target, path, k=K, max_num_batched_tokens=16))
     engine.scheduler.lag = int(is_ahead)
@@ -233,7 +248,7 @@ def test_drafts_behind_a_cached_prefix_are_drawn_from_the_formulas(
 ) -> None:
     """Also where the page's last row was computed with another token behind it."""
     target, path = any_pair
-    engine = Engine(engine_config(target, path, k=K, page_size=4))
+    engine = Engine(engine_config(target, path, k=K, page_size=4, state_interval=8))
     checked = check_drafts(engine, Truth(target, path), monkeypatch)
     few = replace(SAMPLED, seed=9, max_tokens=12)  # the prefix is right behind them
     for seed, (least, later) in enumerate(LATER):

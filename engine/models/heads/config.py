@@ -231,6 +231,8 @@ def _block(config: dict[str, Any], kind: str) -> BlockConfig:
         from_anchor = kind == "dspark" and not is_speculators
     if not isinstance(size, int) or size < (1 if from_anchor else 2):
         raise HeadError(f"its block_size is {size}, which leaves no row to draft from")
+    if own.get("causal_head"):
+        raise HeadError("it is a causal head (causal_head), which drafts in another way")
     is_causal = own.get("is_causal", own.get("causal"))
     if is_causal is None and own.get("sliding_window_non_causal"):
         is_causal = False
