@@ -64,7 +64,7 @@ def _head_source(head: Head, target: Network, slots: Slots, edits: LogitEdits) -
     if isinstance(head, BlockHead):
         blocks = MasksAfterAnchor(head, slots)
         read = blocks.read
-        drafter = BlockByBlock(head, blocks, draws, slots, head.markov, head.confidence)
+        drafter = BlockByBlock(head, blocks, draws, slots, head.chain, head.confidence)
     else:
         assert isinstance(head, AutoregressiveHead)
         last_rows = LastRows(head, target, slots)

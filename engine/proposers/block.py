@@ -1,21 +1,22 @@
-"""Heads that draft a block in one pass, k_i drafts for each sequence: DFlash, DSpark, P-EAGLE.
+"""Heads that draft a block in one pass, k_i drafts for each sequence: DFlash, DFlash2, DSpark,
+P-EAGLE.
 
 The length of a sequence's block depends on its own k_i alone, not on other sequences. Without a
-Markov head no draft depends on those before it, and all are drawn at once. With one, they are drawn
-one after another, from logits that were computed together.
+chain no draft depends on those before it, and all are drawn at once. With one, they are drawn
+one after another, from what was computed together.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels.model.rows import BatchRows
 
 from ..models.attention import ForwardBatch
-from ..models.heads.block_head import BlockHead, ConfidenceHead, MarkovHead
+from ..models.heads.block_head import BlockHead
+from ..models.heads.chain import Chain, ConfidenceHead
 from ..models.heads.eagle3 import Eagle3Head
 from ..models.heads.head import Head
 from ..state.batch import HostBatch, packed_len
@@ -37,7 +38,7 @@ class Block:
     """The drafts of a block for N sequences, of which fewer and fewer continue."""
 
     slots: Tensor  # [N'] of those that continue
-    logits: Tensor  # [k, N, V'], without the Markov head's
+    logits: Tensor  # [k, N, V'], without the chain's part
     h: Tensor  # [k, N, hidden]
     seqs: Tensor | None = None  # [N'] those that continue; None: all
 
@@ -48,7 +49,7 @@ class Block:
 
 
 class MasksAfterAnchor:
-    """DFlash and DSpark.
+    """DFlash, DFlash2 and DSpark.
 
     A sequence of n + 1 known tokens gets the rows n to n + k_i, or one fewer if its head predicts
     from the anchor: the last known token, and mask tokens after it.
@@ -71,7 +72,7 @@ class MasksAfterAnchor:
         x = head(torch.where(is_anchor, batch.input_ids, head.mask_token_id), batch)
         rows = rows_of_drafts(batch.rows, k, head.num_leading_rows)
         h = head.states(x[rows.flatten()])
-        logits = head.output_layer(h).view(*rows.shape, -1)
+        logits = head.logits(h).view(*rows.shape, -1)
         return Block(batch.rows.slots, logits, h.view(*rows.shape, -1))
 
 
@@ -108,12 +109,12 @@ class BlockByBlock(Drafter):
         blocks: MasksAfterAnchor | MasksAfterLastRow,
         draws: Draws,
         slots: Slots,
-        markov: MarkovHead | None = None,
+        chain: Chain | None = None,
         confidence: ConfidenceHead | None = None,
     ) -> None:
         self._head, self._blocks, self._draws = head, blocks, draws
         self._slots = slots
-        self._markov, self._confidence = markov, confidence
+        self._chain, self._confidence = chain, confidence
 
     def likely(
         self, drafted: Tensor, num_drafts_np: np.ndarray, least_np: np.ndarray
@@ -137,9 +138,9 @@ class BlockByBlock(Drafter):
             logits = self._head.widened(block.logits.flatten(0, 1))
             return self._draws.draw(at, (k * size, filters, draws), logits)
         reported, width = [], aligned(size)
-        previous = self._before(block.slots, 0)
+        previous, prepared = self._before(block.slots, 0), self._prepared(block)
         for j in range(k):
-            logits, confidence = self._at(block, j, previous)
+            logits, confidence = self._at(block, prepared, j, previous)
             its = at[:, j * width : (j + 1) * width]
             previous = self._draws.draw(its, (size, filters, draws), logits)
             reported.append(previous if confidence is None else confidence)
@@ -167,17 +168,18 @@ class BlockByBlock(Drafter):
         shape = (num_seqs, max(num_seqs, num_rows), 0)
         packed = uploaded(rows.packed(num_seqs, self._slots.dummy), device)
         block = self._blocks(packed, shape, int(num_drafts_np.max()))
+        prepared = self._prepared(block)
 
         def logits_of(j: int, _: np.ndarray, kept_np: np.ndarray) -> tuple[Tensor, Tensor | None]:
             if j > 0:
                 block.keep(uploaded(kept_np, device))
-            return self._at(block, j, self._before(block.slots, j))
+            return self._at(block, prepared, j, self._before(block.slots, j))
 
         return logits_of
 
     @property
     def _draws_at_once(self) -> bool:
-        return self._markov is None and self._confidence is None
+        return self._chain is None and self._confidence is None
 
     def _shape(self, size: int, k: int) -> Shape:
         return size, size * max(1, k + self._blocks.num_more_rows), 0
@@ -187,25 +189,29 @@ class BlockByBlock(Drafter):
         num_rows_np = num_drafts_np + self._blocks.num_more_rows
         return HostBatch.build(slots_np, zeros_np - 1, num_rows_np, zeros_np)
 
-    def _before(self, slots: Tensor, j: int) -> Tensor | None:
-        """The token before draft j in each slot, if there is a Markov head. Shape: [N] -> [N]."""
-        if self._markov is None:
-            return None
+    def _before(self, slots: Tensor, j: int) -> Tensor:
+        """The token before draft j in each slot. Shape: [N] -> [N]."""
         return self._slots.token_ids[slots, self._slots.num_tokens[slots] + j - 1].long()
 
-    def _at(self, block: Block, j: int, previous: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Logits of draft j, and the confidence in it; a Markov head needs the tokens before it.
+    def _prepared(self, block: Block) -> tuple[Tensor, ...]:
+        """What the logits of all drafts are made of. Shape: [k, N, …] each."""
+        if self._chain is None:
+            return (block.logits,)
+        return self._chain.prepared(block.h, block.logits, self._slots.vocab_size)
+
+    def _at(
+        self, block: Block, prepared: tuple[Tensor, ...], j: int, previous: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of draft j, behind these tokens, and the confidence in it.
 
         Shape: previous [N'] -> [N', V], [N']
         """
-        h, logits, embedded = block.h[j], block.logits[j], None
-        if block.seqs is not None:
-            h, logits = h[block.seqs], logits[block.seqs]
-        if self._markov is not None:
-            assert previous is not None
-            embedded = F.embedding(previous, self._markov.embedding)
-            logits = logits + self._markov.output(embedded)
-        confidence = None if self._confidence is None else self._confidence(h, embedded)
+        h, *its = (
+            every[j] if block.seqs is None else every[j][block.seqs]
+            for every in (block.h, *prepared)
+        )
+        logits = its[0] if self._chain is None else self._chain(previous, *its)
+        confidence = None if self._confidence is None else self._confidence(h, previous)
         return self._head.widened(logits), confidence
 
 

@@ -166,6 +166,7 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
             (_QWEN_36_27B, "z-lab/Qwen3.6-27B-DFlash", "DFlash", 1.74),
             (_QWEN_36_35B, "z-lab/Qwen3.6-35B-A3B-DFlash", "DFlash", 0.39),
             (_QWEN_CODER_NEXT, "z-lab/Qwen3-Coder-Next-DFlash", "DFlash", 0.5),
+            (_QWEN_38_27B, "z-lab/Qwen3.8-27B-DFlash2", "DFlash2", 1.92),
             (_QWEN_38_27B, "RadixArk/Qwen3.8-27B-DSpark", "DSpark", 1.86),
         )
     ),

@@ -139,7 +139,6 @@ def test_a_bad_tensor_of_a_block_head_is_reported_at_load(
         ({"draft_vocab_size": 50}, "no lm_head of its own, and the target's is 97 x 32 where"),
         ({"vocab_size": 90, "draft_vocab_size": 97}, "of 90 tokens, the target has 97"),
         ({"causal_head": True}, "it is a causal head"),
-        ({"dflash_config": {"selector_rank": 256}}, "of kind dflash2; of heads"),
         ({"dflash_config": {"projector_type": "domino"}}, "of kind domino; of heads"),
     ],
 )
@@ -150,6 +149,41 @@ def test_a_bad_config_of_a_block_head_is_reported_at_load(
     change_config(head, **changes)
     with pytest.raises(HeadError, match=says):
         load(target, head)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"conv_kernel_size": None}, "its conv_kernel_size is None; it must be 1 to 5"),
+        ({"conv_kernel_size": 6}, "its conv_kernel_size is 6; it must be 1 to 5"),
+        ({"conv_group_size": 5}, "its conv_group_size is 5, which must divide 32"),
+        ({"selector_top_k": 98}, "its selector_top_k is 98; it must be 1 to 97"),
+        ({"selector_rank": 7}, r"hidden_projection.weight is 6 x 32; .* must be 7 x 32"),
+        ({"conv_group_size": 4}, r"kernel_projection.weight is 16 x 32; .* must be 32 x 32"),
+        ({"markov_rank": 4}, "it has a selector, and a Markov or confidence head beside it"),
+        ({"enable_confidence_head": True}, "it has a selector, and a Markov or confidence"),
+        ({"draft_vocab_size": 50}, "no lm_head of its own, and the target's is 97 x 32"),
+        ({"attention_mode": "mla"}, "its attention is mla; gqa is known here"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0,
+          "partial_rotary_factor": 0.25}}, "its RoPE rotates 0.25 of a head"),
+        (
+            {"architectures": ["DFlashDraftModel"], "selector_rank": None},
+            "its file has layers.0.attention_conv.base_kernel, which a dflash head has not",
+        ),
+    ],
+)  # fmt: skip
+def test_a_bad_dflash2_config_is_reported_at_load(
+    changes: dict[str, Any], says: str, target: Path, tmp_path: Path
+) -> None:
+    head = save_tiny_block_head(tmp_path / "head", target, selector=(6, 9), nested=False)
+    change_config(head, **changes)
+    with pytest.raises(HeadError, match=says):
+        load(target, head)
+
+
+def test_a_selector_among_some_tokens_is_refused(target: Path, tmp_path: Path) -> None:
+    head = save_tiny_block_head(tmp_path / "head", target, selector=(6, 9), draft_vocab=50)
+    check_refused(target, head, "it selects among 50 of 97 tokens; known here are selectors")
 
 
 @pytest.mark.parametrize(

@@ -48,17 +48,29 @@ BLOCK_VARIANTS: dict[str, dict[str, Any]] = {
     "dspark": {"markov": "vanilla", "nested": False, "own_output": True, "own_embedding": True},
     "dspark-speculators": {"markov": "vanilla", "speculators": True, "draft_vocab": 50},
     "dspark-confident": {"markov": "vanilla", "confidence": "token", "boundaries": (0, 3)},
+    "dflash2": {"selector": (6, 48), "windows": (7, 7), "is_causal": False, "block_size": 4},
+    "dflash2-scaled": {
+        "selector": (5, 60),
+        "convolution": (3, 4),
+        "nested": False,
+        "windows": (None, 7),
+        "keys": {
+            "input_embedding_scale": 1.5,
+            "output_multiplier": 0.7,
+            "final_logit_softcapping": 4.0,
+        },
+    },
     "dspark-leading": {"markov": "vanilla", "confidence": "states", "from_anchor": False},
 }
 OF_HYBRIDS: dict[str, dict[str, Any]] = {
-    "dflash-hybrid": {"boundaries": (0, 1, 3), "windows": (7, None)},
     "dspark-hybrid": {"boundaries": (1, 2), "markov": "vanilla", "windows": (7, 7)},
+    "dflash2-hybrid": {"boundaries": (0, 1, 3), "selector": (6, 48), "windows": (7, None)},
 }
 ALL_BLOCKS = BLOCK_VARIANTS | OF_HYBRIDS
 # Whether a step is launched before the last one is read hangs on the proposer, not on its formulas:
 # some of each run ahead, and the others in turn.
 RUN_AHEAD = ("flat", "parallel", "dflash", "dflash-windows", "dspark", "dspark-leading", "mtp-mimo")
-RUN_AHEAD += ("dflash-hybrid",)
+RUN_AHEAD += ("dflash2", "dflash2-hybrid")
 # One of each kind of proposer, for what hangs on the kind alone: of a target of two layers.
 FEW = (0, 1, 2)
 KINDS: dict[str, dict[str, Any]] = {
@@ -67,7 +79,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash": {"boundaries": FEW},
     "dspark": BLOCK_VARIANTS["dspark"] | {"boundaries": FEW},
     "mtp-mimo": {},
-    "dflash-hybrid": OF_HYBRIDS["dflash-hybrid"],
+    "dflash2-hybrid": OF_HYBRIDS["dflash2-hybrid"],
 }
 Pair = tuple[Path, Path]  # a target and its head
 
@@ -93,7 +105,7 @@ def save_pair(target: Path, path: Path, name: str, options: dict[str, Any]) -> P
     return target, save(path, target, **options)
 
 
-SLOW = ("dflash-hybrid",)  # as the reference of delta nets is
+SLOW = ("dflash2-hybrid",)  # as the reference of delta nets is
 
 
 @pytest.fixture(

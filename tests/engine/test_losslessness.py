@@ -37,7 +37,7 @@ SOME = [(name, "draft_model", 4800) for name in ("token", "block", "match")]
 SOME += [(name, "draft_model", 2400) for name in ("top_k", "top_p")] + [("token", "suffix", 2400)]
 SOME += [("block", "plain", 2400)]
 SOME += [("token", "head", 2400), ("block", "peagle", 2400), ("token", "dflash", 2400)]
-SOME += [("block", "dspark", 2400), ("token", "mtp", 2400)]
+SOME += [("block", "dspark", 2400), ("token", "mtp", 2400), ("block", "dflash2", 2400)]
 # "plain": draft models whose layers are not compiled.
 PROPOSERS = (
     "draft_model",
@@ -46,6 +46,7 @@ PROPOSERS = (
     "head",
     "peagle",
     "dflash",
+    "dflash2",
     "dspark",
     "mtp",
     "hybrid",
@@ -80,9 +81,11 @@ def test_the_joint_over_many_steps_is_the_targets(
         options = {"draft_vocab": 3, "scale": 0.2, "parallel": proposer == "peagle"}
         draft = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), **options)
         proposer = "draft_model"
-    if proposer in ("dflash", "dspark"):
-        markov = {"markov": "vanilla", "draft_vocab": 3} if proposer == "dspark" else {}
-        draft = save_tiny_block_head(tmp_path, target, boundaries=(0, 1, 2), scale=0.15, **markov)
+    if proposer in ("dflash", "dflash2", "dspark"):
+        # Of three tokens of the four: residuals have the others.
+        chain = {"dspark": {"markov": "vanilla", "draft_vocab": 3}, "dflash2": {"selector": (4, 3)}}
+        options = {"boundaries": (0, 1, 2), "scale": 0.15} | chain.get(proposer, {})
+        draft = save_tiny_block_head(tmp_path, target, **options)
         proposer = "draft_model"
     if proposer == "mtp":
         options = {"vocab_size": VOCAB, "num_hidden_layers": 2}

@@ -44,14 +44,18 @@ KINDS = (
     "dspark",
     "suffix",
     "hybrid",
+    "hybrid-dflash2",
 )
-# Of 9 kinds: 117 requests, and 2,250 more.
+HYBRIDS = ("hybrid", "hybrid-dflash2")
+# Of 10 kinds: 130 requests, and 2,500 more.
 CASES: list[Any] = [(kind, 0, 13) for kind in KINDS]
-# 2,250 requests in all, of which `make deep` runs one in five: CI has 40 minutes.
+# 2,500 requests in all, of which `make deep` runs about one in five: CI has 40 minutes, and hybrids
+# are slow.
 CASES += [
-    pytest.param(kind, seed, 50, marks=pytest.mark.deep if seed < 2 else pytest.mark.sweep)
+    pytest.param(kind, seed, 50, marks=pytest.mark.deep if is_deep else pytest.mark.sweep)
     for kind in KINDS
     for seed in range(1, 6)
+    for is_deep in (seed < 2 and kind != "hybrid-dflash2",)
 ]
 
 
@@ -77,6 +81,10 @@ def save_pair(kind: str, folder: Path) -> tuple[Path, Path | None]:
     if kind == "hybrid":
         path = save_tiny_hybrid(folder / "target", "qwen3_5_moe_text")
         return path, path
+    if kind == "hybrid-dflash2":
+        target = save_tiny_model(folder / "target", "qwen3_5_text")
+        options = {"boundaries": (0, 1, 3), "selector": (6, 48), "windows": (7, None)}
+        return target, save_tiny_block_head(folder / "draft", target, **options)
     target = save_tiny_model(folder / "target")
     path = folder / "draft"
     if kind == "draft_model":  # shares most of the target's weights
@@ -234,7 +242,7 @@ def test_answers_are_those_of_plain_decoding(
     rng = random.Random(f"{kind} {seed}")
     found = kind_of(kind)
     asked = asked_and_answered(found.plain, rng, num_requests)
-    has_tier = kind != "hybrid"  # whose states stay on the device
+    has_tier = kind not in HYBRIDS  # whose states stay on the device
     config = short_of_everything(found.config, rng, host_gib=1e-4 if has_tier else 0)
     engine = lagging(config)
     if has_tier:

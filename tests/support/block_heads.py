@@ -1,6 +1,8 @@
-"""Tiny random heads on disk that draft blocks (DFlash, DSpark), and their formulas."""
+"""Tiny random heads on disk that draft blocks (DFlash, DFlash2, DSpark), and their formulas."""
 
 import json
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,15 @@ def save_tiny_block_head(
     own_embedding: bool = False,
     own_output: bool = False,
     head_norms: bool = True,
+    convolution: tuple[int, int] = (2, 8),  # taps, and channels of a group
+    selector: tuple[int, int] | None = None,  # its rank, and how many candidates a row has
+    keys: Mapping[str, object] = {},
     seed: int = 0,
     scale: float = 0.3,
 ) -> Path:
-    """A head of random weights for a tiny target: DSpark with a Markov head, else DFlash."""
+    """A head of random weights for a tiny target: DSpark with a Markov head, DFlash2 with a
+    selector, else DFlash. `keys` are more of the config.
+    """
     told = AutoConfig.from_pretrained(target)
     vocab, width = told.vocab_size, told.hidden_size
     random = RandomWeights(seed, scale)
@@ -51,7 +58,19 @@ def save_tiny_block_head(
     for i in range(num_layers):
         norms = ("input_layernorm", "post_attention_layernorm")
         tensors |= random.layer(f"layers.{i}", width, width, norms, head_norms=head_norms)
-    own: dict[str, Any] = {"mask_token_id": MASK}
+    own: dict[str, Any] = {"mask_token_id": MASK, **keys}
+    if selector is not None:
+        (taps, group), (rank, top_k) = convolution, selector
+        own |= {"conv_kernel_size": taps, "conv_group_size": group}
+        own |= {"selector_rank": rank, "selector_top_k": top_k}
+        for i in range(num_layers):
+            for name in (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv"):
+                tensors[f"{name}.base_kernel"] = 0.5 + matrix(2, taps, width)
+                num_taps = 2 * taps * width // group  # of a row
+                tensors[f"{name}.kernel_projection.weight"] = matrix(num_taps, width) / 3
+        tensors["candidate_selector.predecessor_codebook"] = matrix(vocab, rank) / scale
+        tensors["candidate_selector.successor_codebook"] = matrix(vocab, rank)
+        tensors["candidate_selector.hidden_projection.weight"] = matrix(rank, width)
     if markov is not None:
         tensors["markov_head.markov_w1.weight"] = matrix(vocab, rank) / scale
         tensors["markov_head.markov_w2.weight"] = matrix(size, rank)
@@ -70,7 +89,7 @@ def save_tiny_block_head(
         types = ("full_attention", "sliding_attention")
         layers["layer_types"] = [types[window is not None] for window in windows]
         layers["sliding_window"] = max(window or 0 for window in windows)
-    kind = "dflash" if markov is None else "dspark"
+    kind = "dflash2" if selector else "dflash" if markov is None else "dspark"
     config: dict[str, Any]
     if speculators:
         own |= {"block_size": block_size, "aux_hidden_state_layer_ids": list(boundaries)}
@@ -78,7 +97,8 @@ def save_tiny_block_head(
         config = {"speculators_model_type": kind, "transformer_layer_config": layers} | own
     else:
         own["target_layer_ids"] = [b - 1 for b in boundaries]
-        name = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}[kind]
+        names = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+        name = names.get(kind, "Qwen3DSparkModel")
         config = {"architectures": [name], "block_size": block_size, **layers}
         if draft_vocab is not None:
             config["draft_vocab_size"] = size
@@ -111,11 +131,34 @@ class PlainBlockHead(PlainLayers):
         c = self.norm("hidden_norm", self.linear("fc", g.flatten(1)))
         num_rows = k if self.from_anchor else k + 1
         x = self.embedding[[anchor] + [MASK] * (num_rows - 1)]
+        x = x * self.own.get("input_embedding_scale", 1.0)
         for i in range(self.layers["num_hidden_layers"]):
-            z = self.norm(f"layers.{i}.input_layernorm", x)
-            seen = self.seen(i, len(c), num_rows)
-            x = self.layer(f"layers.{i}", x, self.attention(f"layers.{i}.self_attn", z, seen, c))
+            name = f"layers.{i}"
+            z = self.norm(f"{name}.input_layernorm", x)
+            attend = partial(
+                self.attention, f"{name}.self_attn", seen=self.seen(i, len(c), num_rows), context=c
+            )
+            x = x + self.convolved(f"{name}.attention_conv", z, attend)
+            z = self.norm(f"{name}.post_attention_layernorm", x)
+            x = x + self.convolved(f"{name}.mlp_conv", z, partial(self.mlp, name))
         return self.norm("norm", x)[-k:]
+
+    def convolved(self, name: str, n: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """conv_1(part(conv_0(n))), if the head has these convolutions. Shape: [T, hidden]."""
+        if f"{name}.base_kernel" not in self.w:
+            return part(n)
+        base = self.w[f"{name}.base_kernel"]
+        delta = self.linear(f"{name}.kernel_projection", n).view(len(n), *base.shape[:2], -1)
+        taps = base + delta.repeat_interleave(n.shape[1] // delta.shape[-1], -1)
+
+        def convolve(side: int, x: Tensor) -> Tensor:
+            out = torch.zeros_like(x)
+            for i in range(len(x)):
+                for t in range(min(i + 1, taps.shape[2])):
+                    out[i] += taps[i, side, t] * x[i - t]
+            return out
+
+        return convolve(1, part(convolve(0, n)))
 
     def seen(self, i: int, n: int, rows: int) -> Tensor:
         """What each row of layer i sees of n of the context and of the block. Shape: [T, n + T]."""
@@ -136,12 +179,29 @@ class PlainBlockHead(PlainLayers):
         """
         k = len(drafts)
         h = self.states(g[: len(tokens) - 1], tokens[-1], k)
-        logits = h @ self.head.T + self.markov([tokens[-1], *drafts[:-1]])
+        previous = [tokens[-1], *drafts[:-1]]
+        logits = h @ self.head.T * self.own.get("output_multiplier", 1.0)
+        if cap := self.own.get("final_logit_softcapping"):
+            logits = cap * (logits / cap).tanh()
+        logits = self.selected(h, logits + self.markov(previous), previous)
         if "d2t" not in self.w:
             return logits
         wide = torch.full((k, vocab), -torch.inf)
         wide[:, torch.arange(len(self.w["d2t"])) + self.w["d2t"]] = logits
         return wide
+
+    def selected(self, h: Tensor, logits: Tensor, previous: list[int]) -> Tensor:
+        """The scores of each row's candidates, if there is a selector. Shape: [k, V]."""
+        if not self.own.get("selector_rank"):
+            return logits
+        name = "candidate_selector"
+        pre, suc = (self.w[f"{name}.{side}_codebook"] for side in ("predecessor", "successor"))
+        projected = self.linear(f"{name}.hidden_projection", h)
+        scores = torch.full_like(logits, -torch.inf)
+        for i, token in enumerate(previous):
+            for c in logits[i].topk(self.own["selector_top_k"]).indices.tolist():
+                scores[i, c] = logits[i, c] + (pre[token] * projected[i] * suc[c]).sum()
+        return scores
 
     def markov(self, previous: list[int]) -> Tensor:
         """What the token before each row adds. Shape: [k, V']."""

@@ -157,9 +157,11 @@ class PlainLayers:
     def layer(self, name: str, x: Tensor, attended: Tensor) -> Tensor:
         """The layer's output from x in front of it and the output of its attention."""
         x = x + attended
-        z = self.norm(f"{name}.post_attention_layernorm", x)
+        return x + self.mlp(name, self.norm(f"{name}.post_attention_layernorm", x))
+
+    def mlp(self, name: str, z: Tensor) -> Tensor:
         gate, up = (self.linear(f"{name}.mlp.{n}_proj", z) for n in ("gate", "up"))
-        return x + self.linear(f"{name}.mlp.down_proj", torch.nn.functional.silu(gate) * up)
+        return self.linear(f"{name}.mlp.down_proj", torch.nn.functional.silu(gate) * up)
 
     def attention(
         self, name: str, z: Tensor, seen: Tensor, context: Tensor | None = None

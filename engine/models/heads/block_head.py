@@ -1,4 +1,4 @@
-"""A head that drafts a whole block in one pass: DFlash, and DSpark, which extends it.
+"""A head that drafts a whole block in one pass: DFlash, and DSpark and DFlash2, which extend it.
 
 The target's states g_t are the head's context. Each layer stores keys and values of
 
@@ -10,19 +10,13 @@ to the context before n and to the whole block, including later rows. Their KV i
 overwritten once the target has computed these positions.
 
 A mask's row predicts the token at its own position. In heads that predict from the anchor, each row
-predicts the next token instead. A Markov head (DSpark) adds to a draft's logits a term of the token
-before it; so q_i depends on x_{i-1} and on no other draft:
-
-    logits_i = lm_head(h_i) + W2 e,    e = W1[x_{i-1}]
-
-A confidence head estimates how likely draft i is accepted if those before it are:
-sigmoid(w . [h_i; e] + b).
+predicts the next token instead. In DSpark and DFlash2 the logits also depend on the token before:
+see `chain.py`. The layers of DFlash2 convolve the rows of a block: see `parts/convolved.py`.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,28 +24,9 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm
 
 from ..attention import ForwardBatch, PagedAttention, Rope
 from ..weights import Change, Linear
+from .chain import Chain, ConfidenceHead
 from .config import BlockConfig
 from .head import Head
-
-
-class MarkovHead(NamedTuple):
-    """Computes the term that the token before a draft adds to its logits."""
-
-    embedding: Tensor  # [V, r], by the target's ids
-    output: Linear  # of [V', r]
-
-
-class ConfidenceHead(NamedTuple):
-    """Estimates how likely a draft is accepted if those before it are."""
-
-    weight: Tensor  # [hidden] or, if it also reads the token before, [hidden + r]; float32
-    bias: Tensor  # [1]
-
-    def __call__(self, h: Tensor, previous: Tensor | None) -> Tensor:
-        """Shape: h [N, hidden], previous [N, r] -> [N] float32."""
-        if previous is not None and len(self.weight) > h.shape[1]:
-            h = torch.cat((h, previous), -1)
-        return torch.sigmoid(h.float() @ self.weight + self.bias)
 
 
 class Context(NamedTuple):
@@ -72,13 +47,13 @@ class BlockHead(Head):
         *,
         hidden_norm: Norm,
         context: Sequence[Context],
-        markov: MarkovHead | None,
+        chain: Chain | None,
         confidence: ConfidenceHead | None,
         **layers: Any,
     ) -> None:
         """`layers` as in Head; `context` has an entry for each of them."""
         super().__init__(**layers)
-        self.kind = "dflash" if markov is None else "dspark"
+        self.kind = config.kind
         self.hidden_norm = hidden_norm
         self.context = list(context)
         self.mask_token_id = config.mask_token_id
@@ -86,14 +61,15 @@ class BlockHead(Head):
         self.num_leading_rows = 0 if config.predicts_from_anchor else 1
         self.max_drafts = config.size - self.num_leading_rows
         self.embedding_scale = config.embedding_scale
-        self.markov = markov
+        self.logit_scale, self.softcap = config.logit_scale, config.softcap
+        self.chain = chain
         self.confidence = confidence
 
     def change_linears(self, change: Change) -> None:
         super().change_linears(change)
         self.context = [layer._replace(kv=change(layer.kv)) for layer in self.context]
-        if self.markov is not None:
-            self.markov = self.markov._replace(output=change(self.markov.output))
+        if self.chain is not None:
+            self.chain = self.chain.changed(change)
 
     def read(self, taps: Tensor, batch: ForwardBatch) -> None:
         """Store keys and values of the target's states. Shape: [T, num_taps, target's hidden]."""
@@ -112,3 +88,12 @@ class BlockHead(Head):
     def states(self, x: Tensor) -> Tensor:
         """The normalised states h of predicting rows. Shape: [N, hidden]."""
         return rms_norm(x, self.norm)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Of these states, before the chain. Shape: [N, hidden] -> [N, V']."""
+        logits = self.output_layer(h)
+        if self.logit_scale != 1.0:
+            logits *= self.logit_scale
+        if self.softcap is not None:
+            logits = self.softcap * (logits / self.softcap).tanh()
+        return logits

@@ -23,7 +23,8 @@ _NAMED_KINDS = (
     *("eagle3", "peagle", "dflash2", "domino", "dflash", "dspark"),
     *("eagle", "medusa", "hydra", "mlpspeculator"),
 )
-KINDS = ("eagle3", "peagle", "dflash", "dspark")  # those that can be run
+KINDS = ("eagle3", "peagle", "dflash", "dflash2", "dspark")  # those that can be run
+_BLOCK_KINDS = ("dflash", "dflash2", "dspark")
 _DEFAULT_BLOCK_SIZE, _SPECULATORS_BLOCK_SIZE = 16, 8
 _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")  # trainers' names for it
 
@@ -74,12 +75,18 @@ class HeadError(ConfigError):
 class BlockConfig:
     """The settings of a head that drafts blocks, besides its layers."""
 
+    kind: str  # an entry of KINDS
     size: int  # rows of a block in training, including the anchor
     mask_token_id: int
     predicts_from_anchor: bool  # a row predicts the next token, not the one at its own position
     # Whether rows of a block see only those before them; None: in layers with a window.
     is_causal: bool | None
     embedding_scale: float
+    logit_scale: float
+    softcap: float | None  # of logits
+    # Of a DFlash2 head.
+    convolution: tuple[int, int] | None  # taps, and channels of a group
+    selector: tuple[int, int] | None  # its rank, and how many candidates a row has
     has_markov: bool
     has_confidence: bool
 
@@ -97,7 +104,7 @@ class HeadConfig:
     fc_norm: bool
     norm_output: bool
     mask_token_id: int | None  # of a P-EAGLE head
-    block: BlockConfig | None  # of a DFlash or DSpark head
+    block: BlockConfig | None  # of a head that drafts blocks
 
     @staticmethod
     def load(folder: Path) -> "HeadConfig":
@@ -122,7 +129,7 @@ class HeadConfig:
             mask_token_id=next(
                 (i for i in map(config.get, _MASK_TOKENS) if isinstance(i, int)), None
             ),
-            block=_block(config, kind) if kind in ("dflash", "dspark") else None,
+            block=_block(config, kind, layers) if kind in _BLOCK_KINDS else None,
         )
 
     def boundaries_of(self, num_layers: int) -> tuple[int, ...]:
@@ -188,6 +195,11 @@ def _layers(config: dict[str, Any]) -> "LlamaConfig":
     rope_type = (layers.rope_parameters or {}).get("rope_type")
     if rope_type not in STATIC_ROPE:
         raise HeadError(f"its RoPE is {rope_type}; known are {', '.join(sorted(STATIC_ROPE))}")
+    rotated = kept.get("partial_rotary_factor") or (layers.rope_parameters or {}).get(
+        "partial_rotary_factor"
+    )
+    if rotated not in (None, 1):
+        raise HeadError(f"its RoPE rotates {rotated} of a head; here it rotates the whole")
     return layers
 
 
@@ -216,7 +228,7 @@ def _nested(config: dict[str, Any]) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else {}
 
 
-def _block(config: dict[str, Any], kind: str) -> BlockConfig:
+def _block(config: dict[str, Any], kind: str, layers: "LlamaConfig") -> BlockConfig:
     own = config | _nested(config)
     is_speculators = "speculators_model_type" in config
     mask_token_id = own.get("mask_token_id")
@@ -239,15 +251,40 @@ def _block(config: dict[str, Any], kind: str) -> BlockConfig:
     has_markov = bool(own.get("markov_rank"))
     if has_markov and (markov := own.get("markov_head_type") or "vanilla") != "vanilla":
         raise HeadError(f"its Markov head is of type {markov}; only vanilla ones are known")
+    if (mode := own.get("attention_mode")) not in (None, "gqa", "mha"):
+        raise HeadError(f"its attention is {mode}; gqa is known here")
+    convolution = selector = None
+    if kind == "dflash2":
+        if has_markov or own.get("enable_confidence_head"):
+            raise HeadError("it has a selector, and a Markov or confidence head beside it")
+        width, vocab_size = layers.hidden_size, layers.vocab_size
+        convolution = _size(own, "conv_kernel_size", size), _size(own, "conv_group_size", width)
+        if width % convolution[1]:
+            raise HeadError(f"its conv_group_size is {convolution[1]}, which must divide {width}")
+        selector = _size(own, "selector_rank"), _size(own, "selector_top_k", vocab_size)
     return BlockConfig(
+        kind=kind,
         size=size,
         mask_token_id=mask_token_id,
         predicts_from_anchor=bool(from_anchor),
         is_causal=is_causal,
         embedding_scale=float(own.get("input_embedding_scale") or 1.0),
+        logit_scale=float(own.get("output_multiplier") or 1.0),
+        softcap=float(own.get("final_logit_softcapping") or 0.0) or None,
+        convolution=convolution,
+        selector=selector,
         has_markov=has_markov,
         has_confidence=bool(own.get("enable_confidence_head")),
     )
+
+
+def _size(own: dict[str, Any], key: str, most: int | None = None) -> int:
+    """A positive integer of the config. Raises HeadError."""
+    size = own.get(key)
+    if not isinstance(size, int) or size < 1 or (most is not None and size > most):
+        limit = "1 or more" if most is None else f"1 to {most}"
+        raise HeadError(f"its {key} is {size}; it must be {limit}")
+    return size
 
 
 def mtp_names(folder: Path) -> MtpNames:

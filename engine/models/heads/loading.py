@@ -28,9 +28,10 @@ from ..loading import quantised_format, rounds_weights
 from ..narrow_weight import in_fp8
 from ..network import Network
 from ..parts.attention import Attention
-from ..parts.base import Part
-from ..weights import packed
-from .block_head import BlockHead, ConfidenceHead, Context, MarkovHead
+from ..parts.convolved import Convolved
+from ..weights import Dense, Linear, packed
+from .block_head import BlockHead, Context
+from .chain import ConfidenceHead, MarkovHead, Selector
 from .config import BlockConfig, HeadConfig, HeadError, mtp_names
 from .eagle3 import Eagle3Head
 from .head import Head
@@ -147,7 +148,7 @@ def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps
     shared: dict[str, Any] = {
         "fc": checkpoint.linear(num_inputs, {"fc": width}),
         "embedding": read_embedding(config, checkpoint, target),
-        "blocks": [Block(*parts) for parts in layers],
+        "blocks": [block for _, block in layers],
         "norm": read.norm("norm"),
         "output_layer": read_output_layer(config, checkpoint, target),
         "target_ids": read_target_ids(config, checkpoint, target),
@@ -167,21 +168,32 @@ def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps
     )
 
 
-def _layers(config: HeadConfig, read: Llama, first: str) -> list[tuple[Attention, Part]]:
+def _layers(config: HeadConfig, read: Llama, first: str) -> list[tuple[Attention, Block]]:
+    """Each layer, behind its attention."""
     layers, block, found = config.layers, config.block, []
     for i, name in enumerate([first, *(f"layers.{i}" for i in range(1, layers.num_hidden_layers))]):
         # In later layers, some trainers give the only norm the other name.
         has_usual_norm = f"{name}.input_layernorm.weight" in read.tensors
         norm = read.norm(f"{name}.{'input_layernorm' if has_usual_norm else 'hidden_norm'}")
+        mlp_norm = read.norm(f"{name}.post_attention_layernorm")
         reads_both = block is None and i == 0  # EAGLE-3's first layer reads [e; a]
         window, causal = window_of(layers, i), True
         if block is not None:
             causal = window is not None if block.is_causal is None else block.is_causal
         width = layers.hidden_size * (2 if reads_both else 1)
         options = {"window": window, "causal": causal, "input_width": width}
-        mixer = read.mixer(f"{name}.self_attn", norm, i, **options)
-        norm = read.norm(f"{name}.post_attention_layernorm")
-        found.append((mixer, read.mlp(f"{name}.mlp", norm, i)))
+        if block is None or block.convolution is None:
+            mixer = read.mixer(f"{name}.self_attn", norm, i, **options)
+            found.append((mixer, Block(mixer, read.mlp(f"{name}.mlp", mlp_norm, i))))
+            continue
+        mixer = read.mixer(f"{name}.self_attn", None, i, **options)
+        mlp = read.mlp(f"{name}.mlp", None, i)
+        sizes = dict(zip(("taps", "group"), block.convolution, strict=True))
+        convolved = (
+            Convolved.read(read.tensors, f"{name}.{which}_conv", part, norm=of, **sizes)
+            for which, part, of in (("attention", mixer, norm), ("mlp", mlp, mlp_norm))
+        )
+        found.append((mixer, Block(*convolved)))
     return found
 
 
@@ -216,7 +228,14 @@ def _block_head(
 ) -> BlockHead:
     check_mask_token(block.mask_token_id, shared["embedding"])
     checkpoint, width = read.tensors, config.layers.hidden_size
+    for name, known in (
+        ("layers.0.attention_conv.base_kernel", block.convolution),
+        ("candidate_selector.successor_codebook", block.selector),
+    ):
+        if name in checkpoint and known is None:
+            raise HeadError(f"its file has {name}, which a {config.kind} head has not")
     markov = _markov_head(config, checkpoint) if block.has_markov else None
+    selector = _selector(config, *block.selector, checkpoint) if block.selector else None
     context = []
     for i, mixer in enumerate(mixers):
         layer = mixer.attention
@@ -227,7 +246,7 @@ def _block_head(
         block,
         hidden_norm=read.norm("hidden_norm"),
         context=context,
-        markov=markov,
+        chain=markov or selector,
         confidence=_confidence_head(config, markov, checkpoint) if block.has_confidence else None,
         **shared,
     )
@@ -242,6 +261,23 @@ def _markov_head(config: HeadConfig, checkpoint: AnyCheckpoint) -> MarkovHead:
     return MarkovHead(previous, output)
 
 
+def _selector(config: HeadConfig, rank: int, top_k: int, checkpoint: AnyCheckpoint) -> Selector:
+    name, vocab_size = "candidate_selector", config.layers.vocab_size
+    if config.draft_vocab_size != vocab_size:
+        raise HeadError(
+            f"it selects among {config.draft_vocab_size} of {vocab_size} tokens; known here are "
+            "selectors among all"
+        )
+    shape = rank, config.layers.hidden_size
+    matrix = checkpoint.tensor(f"{name}.hidden_projection.weight", *shape)
+    return Selector(
+        predecessors=checkpoint.tensor(f"{name}.predecessor_codebook", vocab_size, rank),
+        successors=checkpoint.tensor(f"{name}.successor_codebook", vocab_size, rank),
+        projection=Linear(Dense(matrix), None),
+        top_k=top_k,
+    )
+
+
 def _confidence_head(
     config: HeadConfig, markov: MarkovHead | None, checkpoint: AnyCheckpoint
 ) -> ConfidenceHead | None:
@@ -254,7 +290,8 @@ def _confidence_head(
         check_shape(f"{name}.weight", weight.shape, (1, max(widths)))
     has_bias = f"{name}.bias" in checkpoint
     bias = checkpoint.tensor(f"{name}.bias") if has_bias else weight.new_zeros(1)
-    return ConfidenceHead(weight[0], bias.float())
+    embedding = markov.embedding if markov is not None and weight.shape[1] > width else None
+    return ConfidenceHead(weight[0], bias.float(), embedding)
 
 
 def _read_mtp_head(
