@@ -23,10 +23,10 @@ weights, whose drafts nobody would accept. Nothing else changes: drafts are draw
 ever, and then the verdict is replaced. Such tables say so in their first line. With --at-k that
 many are accepted in a step of this k, and more in one of more drafts, as with a real head.
 
-The floor is that of the weights that a step reads once. Draft, target and verify are the GPU's time
-for their graphs in steps of a full batch, measured in a second pass over the same text with a pause
-in front of each graph, so that no launch is waited for. Idle is the rest of the step: the host's,
-and that of copies between the graphs.
+The floor is that of the weights that the first GPU reads once a step. Draft, target and verify are
+that GPU's time for their graphs in steps of a full batch, measured in a second pass over the same
+text with a pause in front of each graph, so that no launch is waited for. Idle is the rest of the
+step: the host's, and that of copies between the graphs.
 """
 
 import argparse
@@ -69,7 +69,12 @@ def build(args: argparse.Namespace) -> Engine:
     num_pages = 1 + max(args.batch) * (longest // PAGE_TOKENS + 1)
     return Engine(
         EngineConfig(
-            target=ModelConfig(path=args.target, dtype=args.dtype, quantization=args.quantization),
+            target=ModelConfig(
+                path=args.target,
+                dtype=args.dtype,
+                quantization=args.quantization,
+                tensor_parallel=args.tensor_parallel,
+            ),
             draft=ModelConfig(
                 path=args.target if args.draft == MTP else args.draft,
                 dtype=args.dtype,
@@ -249,6 +254,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", choices=["fp8"], help="of the target; see the settings")
     parser.add_argument("--draft-quantization", choices=["fp8"], help="of the draft model")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share the target")
     parser.add_argument("--cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--k", type=int, nargs="+", default=[0, 4])
     parser.add_argument("--best-of", type=int, default=8, help="largest k to try; 0: try none")

@@ -25,7 +25,7 @@ from outrider.kernels.model.rms_norm import Norm
 
 from .admission import UnsupportedModelError
 from .narrow_weight import Narrow, Scaled, Stacked
-from .shares import WHOLE, Share
+from .shares import WHOLE, Cut, Share
 from .weight_files import name_in_text, stored_tensors
 from .weights import Axis, Dense, Linear, Matrix, RoundedInputs
 
@@ -35,10 +35,16 @@ ReportCounts = Callable[[int, int], None]  # is called with (tensors read, tenso
 # (checkpoint, name of a layer) -> its matrix, or None if the layer is not quantised. Raises
 # UnsupportedModelError.
 Read = Callable[["Checkpoint", str], NarrowMatrix | None]
+# Outputs of a layer, or of each of the layers that the file has as one.
+Outputs = int | tuple[int, ...]
 
 EMBEDDING, OUTPUT_LAYER = "model.embed_tokens", "lm_head"
 _PICKLE = "pytorch_model.bin"  # the format of some heads
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class SharedScaleError(UnsupportedModelError):
+    """Ranks would have parts of groups of inputs that share a scale."""
 
 
 class Lent(NamedTuple):
@@ -75,10 +81,10 @@ class AnyCheckpoint(ABC):
         """A tensor in the dtype that it is stored in, or float32 if it is quantised."""
 
     @abstractmethod
-    def stacked(self, *names: str, axis: Axis | None = None) -> Tensor:
+    def stacked(self, *names: str, cuts: Sequence[Cut | None] = ()) -> Tensor:
         """Tensors of the same width, stacked along the first dimension, in the model's dtype.
 
-        They are not kept.
+        `cuts`: how each is shared; none are if there are none. They are not kept.
         """
 
     @abstractmethod
@@ -88,12 +94,13 @@ class AnyCheckpoint(ABC):
     @abstractmethod
     def weight(
         self,
-        shapes: dict[str, tuple[int, int]],
+        num_inputs: int,
+        sizes: Mapping[str, Outputs],
         axis: Axis | None = None,
         *,
         rounds_inputs: bool = True,
     ) -> Matrix:
-        """The matrices of layers, by name, stacked; they are not kept.
+        """The matrices of layers, stacked; `sizes` as in `linear`. They are not kept.
 
         Inputs are rounded if the format rounds them and `rounds_inputs` is true. Raises as `linear`
         does.
@@ -103,16 +110,17 @@ class AnyCheckpoint(ABC):
     def unread(self) -> set[str]:
         """The names of tensors of which nothing was read, nor anything else of their layer."""
 
-    def tensor(self, name: str, *shape: int, axis: Axis | None = None) -> Tensor:
+    def tensor(self, name: str, *shape: int, cut: Cut | None = None) -> Tensor:
         """A tensor in the model's dtype; with a shape, raises ValueError if it has another."""
-        self.tensors[name] = tensor = self.stacked(name, axis=axis)
+        self.tensors[name] = tensor = self.stacked(name, cuts=[cut])
         if shape:
             check_shape(name, tensor.shape, shape)
         return tensor
 
-    def float32(self, name: str, *shape: int) -> Tensor:
+    def float32(self, name: str, *shape: int, cut: Cut | None = None) -> Tensor:
         """A tensor in float32, whatever the model's dtype; raises as `tensor` does."""
-        self.tensors[name] = tensor = self.stored(name).float().to(self.device)
+        stored = self.share.of(self.stored(name), cut)
+        self.tensors[name] = tensor = stored.float().to(self.device)
         check_shape(name, tensor.shape, shape)
         return tensor
 
@@ -125,21 +133,25 @@ class AnyCheckpoint(ABC):
         # In float32: added to 1, a small number would be lost in 16 bits.
         return Norm(1 + weight.float() if adds_one else weight, eps)
 
-    def linear(self, num_inputs: int, sizes: dict[str, int], axis: Axis | None = None) -> Linear:
+    def linear(
+        self, num_inputs: int, sizes: Mapping[str, Outputs], axis: Axis | None = None
+    ) -> Linear:
         """Linear layers that read the same input, as one; `sizes` are their outputs, by name.
 
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape, and
         UnsupportedModelError if a layer is in a format that is not served.
         """
-        weight = self.weight({name: (size, num_inputs) for name, size in sizes.items()}, axis)
-        self._lend(weight, sizes)
+        totals = {name: sum(_sections(size)) for name, size in sizes.items()}
+        weight = self.weight(num_inputs, sizes, axis)
+        self._lend(weight, totals)
         biases = [f"{name}.bias" for name in sizes]
         if biases[0] not in self:
             return Linear(weight, None, axis)
         # One that is added to a sum over ranks is whole on each.
-        bias = self.stacked(*biases, axis=axis if axis == "outputs" else None)
-        check_shape(" + ".join(biases), bias.shape, (sum(sizes.values()),))
-        self.tensors |= zip(biases, bias.split([*sizes.values()]), strict=True)
+        cuts = [Cut("outputs", _sections(size)) for size in sizes.values()]
+        bias = self.stacked(*biases, cuts=cuts if axis == "outputs" else ())
+        check_shape(" + ".join(biases), bias.shape, (sum(totals.values()),))
+        self.tensors |= zip(biases, bias.split([*totals.values()]), strict=True)
         return Linear(weight, bias, axis)
 
     def tied(self, embedding: Tensor) -> Linear:
@@ -217,8 +229,9 @@ class Checkpoint(AnyCheckpoint):
         self._count(name)
         return self.view(name).to(self.device)
 
-    def stacked(self, *names: str, axis: Axis | None = None) -> Tensor:
-        views = [self.share.of(self.view(name), axis) for name in names]
+    def stacked(self, *names: str, cuts: Sequence[Cut | None] = ()) -> Tensor:
+        each = zip(names, cuts or [None] * len(names), strict=True)
+        views = [self.share.of(self.view(name), cut) for name, cut in each]
         for name, view in zip(names, views, strict=True):
             if view.dtype not in _FLOATS:
                 raise ValueError(
@@ -251,23 +264,26 @@ class Checkpoint(AnyCheckpoint):
 
     def weight(
         self,
-        shapes: dict[str, tuple[int, int]],
+        num_inputs: int,
+        sizes: Mapping[str, Outputs],
         axis: Axis | None = None,
         *,
         rounds_inputs: bool = True,
     ) -> Matrix:
-        names = [f"{layer}.weight" for layer in shapes]
-        for name, shape in zip(names, shapes.values(), strict=True):
+        names = [f"{layer}.weight" for layer in sizes]
+        cuts = [Cut(axis, _sections(size) if axis == "outputs" else ()) for size in sizes.values()]
+        shapes = [(sum(_sections(size)), num_inputs) for size in sizes.values()]
+        for name, shape, cut in zip(names, shapes, cuts, strict=True):
             if name in self and self.view(name).dtype != torch.uint8:  # two numbers a byte
-                check_shape(name, self.view(name).shape, self.share.whole(shape, axis))
-        matrices = [self._read(self, layer) if self._read else None for layer in shapes]
+                check_shape(name, self.view(name).shape, self.share.whole(shape, cut))
+        matrices = [self._share_of(layer, cut) for layer, cut in zip(sizes, cuts, strict=True)]
         if not rounds_inputs:
             matrices = [each and without_rounding(each) for each in matrices]
         narrow = [matrix for matrix in matrices if matrix is not None]
         if not narrow:
-            return Dense(self.stacked(*names, axis=axis))
+            return Dense(self.stacked(*names, cuts=cuts))
         self.has_quantised = True
-        for name, matrix, shape in zip(names, matrices, shapes.values(), strict=True):
+        for name, matrix, shape in zip(names, matrices, shapes, strict=True):
             if matrix is not None:
                 check_shape(name, matrix.shape, shape)
         if len(narrow) == len(names):
@@ -275,12 +291,27 @@ class Checkpoint(AnyCheckpoint):
             if stacked is not None:
                 return self._narrow(stacked)
         weights: list[Matrix] = [
-            Dense(self.stacked(name, axis=axis)) if matrix is None else self._narrow(matrix)
-            for name, matrix in zip(names, matrices, strict=True)
+            Dense(self.stacked(name, cuts=[cut])) if matrix is None else self._narrow(matrix)
+            for name, matrix, cut in zip(names, matrices, cuts, strict=True)
         ]
         if all(isinstance(weight, Dense) for weight in weights):  # unpacked
             return Dense(torch.cat([weight.dequantised() for weight in weights]))
         return Stacked(weights)
+
+    def _share_of(self, layer: str, cut: Cut) -> NarrowMatrix | None:
+        """This rank's share of a layer that is quantised; None if it is not.
+
+        Raises SharedScaleError if a scale would be cut.
+        """
+        matrix = self._read(self, layer) if self._read else None
+        if matrix is None:
+            return None
+        try:
+            return self.share.of_narrow(matrix, cut)
+        except ValueError as reason:
+            raise SharedScaleError(
+                f"{layer} cannot be shared by {self.share.size}: {reason}"
+            ) from None
 
     def _narrow(self, matrix: NarrowMatrix) -> Matrix:
         if self.keeps_narrow:
@@ -298,6 +329,10 @@ class Checkpoint(AnyCheckpoint):
         if not self._warned:
             log.warning("%s", warning)
             self._warned = True
+
+
+def _sections(size: Outputs) -> tuple[int, ...]:
+    return (size,) if isinstance(size, int) else size
 
 
 def _renamed(name: str, parts: Mapping[str, str]) -> str:

@@ -1,7 +1,7 @@
 """A model directory whose weights are a GGUF file."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
-from .checkpoint import EMBEDDING, AnyCheckpoint, ReportCounts, check_shape
+from .checkpoint import EMBEDDING, AnyCheckpoint, Outputs, ReportCounts, check_shape
 from .gguf_file import FILE_NAME, GgufFile
+from .shares import Cut
 from .weights import Axis, Dense, Matrix, Tiles
 
 # Names in the architecture `llama`, the only one that is read here.
@@ -113,7 +114,7 @@ class GgufCheckpoint(AnyCheckpoint):
     def stored(self, name: str) -> Tensor:
         return self._read(name).dequantised().view(self._file.shape_of(_gguf_name(name)))
 
-    def stacked(self, *names: str, axis: Axis | None = None) -> Tensor:
+    def stacked(self, *names: str, cuts: Sequence[Cut | None] = ()) -> Tensor:
         return torch.cat([self.stored(name).to(self.dtype) for name in names]).to(self.device)
 
     def unread(self) -> set[str]:
@@ -124,20 +125,22 @@ class GgufCheckpoint(AnyCheckpoint):
         if not self._keeps_width:
             return Dense(embedding)
         num_tokens, width = embedding.shape
-        return self.weight({EMBEDDING: (num_tokens, width)})
+        return self.weight(width, {EMBEDDING: num_tokens})
 
     def weight(
         self,
-        shapes: dict[str, tuple[int, int]],
+        num_inputs: int,
+        sizes: Mapping[str, Outputs],
         axis: Axis | None = None,
         *,
         rounds_inputs: bool = True,
     ) -> Matrix:
-        names = [f"{name}.weight" for name in shapes]
+        names = [f"{name}.weight" for name in sizes]
         layouts = {self._file.format_of(_gguf_name(name)).layout for name in names}
-        for name, shape in zip(names, shapes.values(), strict=True):
-            check_shape(name, self._file.shape_of(_gguf_name(name)), shape)
-        if not self._keeps_width or shape[1] % BLOCK:
+        for name, size in zip(names, sizes.values(), strict=True):
+            assert isinstance(size, int)  # a Llama has no layers that are stored as one
+            check_shape(name, self._file.shape_of(_gguf_name(name)), (size, num_inputs))
+        if not self._keeps_width or num_inputs % BLOCK:
             return Dense(self.stacked(*names))
         parts = [self._read(name) for name in names]
         (layout,) = layouts if len(layouts) == 1 else (Layout.PLAIN,)

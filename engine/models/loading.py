@@ -24,7 +24,15 @@ from .admission import (
 )
 from .architectures import load_config
 from .batch_invariance import make_batch_invariant
-from .checkpoint import EMBEDDING, OUTPUT_LAYER, AnyCheckpoint, Checkpoint, Read, ReportCounts
+from .checkpoint import (
+    EMBEDDING,
+    OUTPUT_LAYER,
+    AnyCheckpoint,
+    Checkpoint,
+    Read,
+    ReportCounts,
+    SharedScaleError,
+)
 from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
 from .families import FAMILIES, build, why_unknown
@@ -168,7 +176,9 @@ class _Loader:
             return None, reason
         folder, rounds = Path(self.config.path), self.config.quantization is not None
         try:
-            original = Original(self.hf_config, self.dtype, self.device)
+            family = FAMILIES[self.hf_config.model_type]
+            hf_config = family.share_of(self.hf_config, self.share.size)
+            original = Original(hf_config, self.dtype, self.device)
             checkpoint: AnyCheckpoint
             if transformers_arguments(folder):
                 if rounds:
@@ -187,12 +197,14 @@ class _Loader:
                     self.report,
                     read=read,
                     share=self.share,
-                    renamed=FAMILIES[self.hf_config.model_type].renamed,
+                    renamed=family.renamed,
                 )
-            decoder = build(self.hf_config, checkpoint)
+            decoder = build(hf_config, checkpoint)
             if quantised and isinstance(checkpoint, Checkpoint) and not checkpoint.has_quantised:
                 return None, "none of its layers is kept in that way"
             original.fill(checkpoint)
+        except SharedScaleError:
+            raise
         except UnsupportedModelError as error:
             return None, str(error)
         except (FileNotFoundError, KeyError, SafetensorError, ValueError) as error:

@@ -6,11 +6,24 @@ A layer is shared along its own axis: of `outputs` a rank has a range of rows of
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from outrider.kernels.model.narrow_matrix import NarrowMatrix, columns_of, rows_of, stack
 
 from .weights import Axis
 
 _DIMS: dict[Axis, int] = {"outputs": 0, "inputs": 1}
+
+
+class Cut(NamedTuple):
+    """How a tensor is shared: matrices [.., N, K] or, along `outputs`, vectors [N]."""
+
+    axis: Axis | None
+    # Sizes, in a rank's share, of what lies one after the other along the axis, such as q, k and v:
+    # a rank has its range of each. Empty: it is one.
+    sections: tuple[int, ...] = ()
+    lead: int = 0  # dimensions in front, such as that of experts
 
 
 class Share(NamedTuple):
@@ -19,18 +32,40 @@ class Share(NamedTuple):
     rank: int = 0
     size: int = 1
 
-    def of(self, tensor: Tensor, axis: Axis | None) -> Tensor:
-        """This rank's range of a matrix [N, K] or, along `outputs`, of a vector [N]; a view."""
-        if axis is None or self.size == 1:
+    def of(self, tensor: Tensor, cut: Cut | None) -> Tensor:
+        """This rank's ranges of a tensor; a view if it is one range."""
+        if cut is None or cut.axis is None or self.size == 1:
             return tensor
-        each = tensor.shape[_DIMS[axis]] // self.size
-        return tensor.narrow(_DIMS[axis], self.rank * each, each)
+        dim = cut.lead + _DIMS[cut.axis]
+        found = [
+            tensor.narrow(dim, first, count)
+            for first, count in self._ranges(tensor.shape[dim], cut.sections)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found, dim)
 
-    def whole(self, shape: tuple[int, ...], axis: Axis | None) -> tuple[int, ...]:
+    def of_narrow(self, matrix: NarrowMatrix, cut: Cut) -> NarrowMatrix:
+        """The same of a matrix in 4 or 8 bits. Raises ValueError if its scales would be cut."""
+        if cut.axis is None or self.size == 1:
+            return matrix
+        take = rows_of if cut.axis == "outputs" else columns_of
+        ranges = self._ranges(matrix.shape[_DIMS[cut.axis]], cut.sections)
+        stacked = stack([take(matrix, first, count) for first, count in ranges])
+        assert stacked is not None
+        return stacked
+
+    def _ranges(self, num: int, sections: tuple[int, ...]) -> list[tuple[int, int]]:
+        """(first, count) of each section, of `num` rows or columns in all."""
+        begin, found = 0, []
+        for count in sections or (num // self.size,):
+            found.append((begin + self.rank * count, count))
+            begin += count * self.size
+        return found
+
+    def whole(self, shape: tuple[int, ...], cut: Cut | None) -> tuple[int, ...]:
         """The shape of what `of` gives a rank this shape of."""
-        if axis is None:
+        if cut is None or cut.axis is None:
             return shape
-        dim = _DIMS[axis]
+        dim = cut.lead + _DIMS[cut.axis]
         return (*shape[:dim], shape[dim] * self.size, *shape[dim + 1 :])
 
 

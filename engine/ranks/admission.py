@@ -30,7 +30,7 @@ def check_ranks(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(f"target.tensor_parallel is {target.tensor_parallel}; it is at least 1")
     if target.tensor_parallel == 1:
         return
-    reason = _why_not_these_gpus(target.tensor_parallel, device) or _why_not_shared(target)
+    reason = _why_not_shared(target) or _why_not_these_gpus(target.tensor_parallel, device)
     if reason is not None:
         raise ConfigError(f"target.tensor_parallel is {target.tensor_parallel}, but {reason}")
 
@@ -65,8 +65,7 @@ def _why_not_shared(target: ModelConfig) -> str | None:
     if not (Path(target.path) / "config.json").is_file():
         return None  # whoever reads it says so
     config = load_config(target.path, trust_remote_code=target.trust_remote_code)
-    if target.quantization is not None or take_format(config, Path(target.path)) is not None:
-        return f"only plain weights are shared yet, and these are quantised: {alone}"
+    take_format(config, Path(target.path))  # the configuration is then that of the plain model
     if reason := why_unknown(config):
         return f"the target runs as transformers has it ({reason}): {alone}"
     per_rank = FAMILIES[config.model_type].per_rank

@@ -69,6 +69,8 @@ def perform(share: "TargetShare", op: Op, shape: Shape, integers_np: np.ndarray)
             share.run(shape, integers_np)
         case Op.PAGES:
             share.slots.write_pages(integers_np.reshape(3, -1))
+        case Op.COPY_STATES:
+            share.copy_states(integers_np.reshape(-1, 2))
         case Op.CAPTURE:
             share.target.phase.capture(integers_np, shape)
         case Op.BIND:

@@ -93,6 +93,7 @@ class Followers:
             slots.page_size,
             slots.vocab_size,
             slots.max_drawn,
+            len(slots.kept_states),
             *num_pages,
         ]
         self.send(Op.BIND, integers_np=np.array(numbers))

@@ -12,18 +12,20 @@ from typing import Unpack
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
+from outrider.kernels.model.expert_matrix import Glu
 from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.routing import Routing
 from outrider.kernels.model.row_codes import Normed
 from outrider.kernels.model.split_product import add_parts, add_parts_reference
 
 from ..models.attention import ForwardBatch
 from ..models.decoder import Decoder
 from ..models.network import Pass
-from ..models.weights import Fused, Layer, Matrix
+from ..models.parts.experts import ExpertWeights
+from ..models.weights import Fused, Layer, Matrix, Weight
 from ..state.phase import Phase, Shape
 from .group import Group
 from .wire import Op
@@ -50,10 +52,18 @@ class SharedDecoder(Decoder):
         self._group, self._send, self._cause_of = group, send, cause_of
         self.change_linears(self._summed)
 
-    def _summed(self, layer: Layer[Matrix]) -> Layer[Matrix]:
+    def _summed(self, layer: Layer[Weight]) -> Layer[Weight]:
         if layer.axis != "inputs":
             return layer
+        if isinstance(layer.weight, ExpertWeights):
+            return layer._replace(weight=ExpertsOverRanks(layer.weight, self._group))
+        assert isinstance(layer.weight, Matrix)
         return layer._replace(weight=SummedOverRanks(layer.weight, self._group))
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        if copies and self._send is not None:
+            self._send(Op.COPY_STATES, (), np.array(copies))
+        super().copy_states(copies)
 
     @property
     def phase(self) -> Phase[Pass]:
@@ -74,7 +84,7 @@ class SharedDecoder(Decoder):
         self._group.broadcast(batch.input_ids)
         if self._group.rank == 0:
             return super().__call__(batch)
-        x = F.embedding(batch.input_ids, self.embedding)
+        x = self.embedded(batch.input_ids)
         self.through_blocks(x, None, batch)
         return Pass(x)
 
@@ -118,17 +128,59 @@ class SummedOverRanks(Matrix):
         self.batch_invariant = weight.batch_invariant
 
     def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
-        raise TypeError("a product that ranks share is only added to a residual")
+        assert not fused, "sums over ranks are only added"
+        out = x.new_zeros(len(x), self.shape[0])
+        self.add_to(out, x, bias, None)
+        return out
 
     def add_to(
         self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
     ) -> Normed | None:
-        parts = self._group.gather(self._weight.multiply(x, None))
-        if uses_triton(residual):
-            return add_parts(residual, parts, norm, bias)
-        add_parts_reference(residual, parts, bias)
-        return None
+        return _add_of_all(self._group, residual, self._weight.multiply(x, None), bias, norm)
 
     def dequantised(self) -> Tensor:
         """Of this rank alone."""
         return self._weight.dequantised()
+
+
+class ExpertsOverRanks(ExpertWeights):
+    """Experts of each of which every rank has a range of inputs.
+
+    So all ranks do the same for a row, whichever experts it takes, and a rank adds its part of all
+    of them in one sum.
+    """
+
+    def __init__(self, weight: ExpertWeights, group: Group) -> None:
+        self._weight, self._group = weight, group
+        self.shape, self.num_bytes = weight.shape, weight.num_bytes
+        self.format, self.input_eps = weight.format, weight.input_eps
+        self.batch_invariant = weight.batch_invariant
+
+    def gated(self, x: Tensor, routing: Routing, bias: Tensor | None, glu: Glu) -> Tensor:
+        raise TypeError("the first layer of experts is shared by its outputs")
+
+    def add_to(
+        self, x: Tensor, gated: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
+    ) -> Normed | None:
+        assert bias is None, "it would be added by each rank"
+        part = torch.zeros_like(x)
+        self._weight.add_to(part, gated, routing, None, None)
+        return _add_of_all(self._group, x, part, None, norm)
+
+    def dequantised(self) -> Tensor:
+        """Of this rank alone."""
+        return self._weight.dequantised()
+
+    def packed(self, *, rounds: bool) -> ExpertWeights:
+        return self
+
+
+def _add_of_all(
+    group: Group, residual: Tensor, part: Tensor, bias: Tensor | None, norm: Norm | None
+) -> Normed | None:
+    """Add the parts of all ranks, in their order, and then the bias. Shape: [T, N] each."""
+    parts = group.gather(part)
+    if uses_triton(residual):
+        return add_parts(residual, parts, norm, bias)
+    add_parts_reference(residual, parts, bias)
+    return None

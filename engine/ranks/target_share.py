@@ -54,15 +54,22 @@ class TargetShare:
         self._group.join(path_of(meeting_fd), self.device)
 
     @torch.inference_mode()
+    def copy_states(self, copies_np: np.ndarray) -> None:
+        """Shape: [copies, 2]"""
+        self.target.copy_states([(source, target) for source, target in copies_np.tolist()])
+
+    @torch.inference_mode()
     def run(self, shape: Shape, integers_np: np.ndarray) -> None:
         self.target.phase(integers_np, shape)
 
     def bind(self, numbers: list[int]) -> None:
         """Allocate slots and pages; `numbers` as `Followers.bind` sends them."""
-        num_seqs, max_len, max_drafts, page_size, vocab_size, max_drawn, *num_pages = numbers
+        num_seqs, max_len, max_drafts, page_size, vocab_size, max_drawn, num_kept, *num_pages = (
+            numbers
+        )
         self.slots = Slots(
             num_seqs, max_len, max_drafts, page_size, self.device, vocab_size, max_drawn,
-            len(num_pages),
+            len(num_pages), num_kept,
         )  # fmt: skip
         self.target.bind_slots(self.slots)
         self._layers = self._layers or grouped([(self.target, True)], max_len)

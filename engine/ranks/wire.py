@@ -17,6 +17,7 @@ class Op(IntEnum):
     JOIN = auto()  # meet the other ranks
     BIND = auto()  # allocate: see `Follower.bind`
     PAGES = auto()  # write changed pages into the block tables [3, entries]
+    COPY_STATES = auto()  # from slots to others [copies, 2], one after the other
     RUN = auto()  # run the target's phase, of this shape
     CAPTURE = auto()  # capture it
     COMPILE = auto()  # compile all kernels: see `Follower.compile`

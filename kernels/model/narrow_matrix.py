@@ -204,6 +204,51 @@ def _scale_of_rows(matrix: NarrowMatrix) -> Tensor:
     return matrix.scale.repeat_interleave(matrix.rows, 1)[:, : len(matrix.codes)]
 
 
+def rows_of(matrix: NarrowMatrix, first: int, count: int) -> NarrowMatrix:
+    """A range of outputs: [count, K]."""
+    part, rows = slice(first, first + count), matrix.rows
+    if rows >= len(matrix.codes):
+        scale, rows = matrix.scale, count
+    elif first % rows or count % rows:
+        scale, rows = _scale_of_rows(matrix)[:, part], 1
+    else:
+        scale = matrix.scale[:, first // rows : (first + count) // rows]
+    zero, factor = matrix.zero, matrix.factor
+    return matrix._replace(
+        codes=matrix.codes[part].clone(),
+        scale=scale.contiguous(),
+        zero=zero if zero is None else zero[:, part].contiguous(),
+        rows=rows,
+        factor=factor if factor is None else factor[part].clone(),
+    )
+
+
+def columns_of(matrix: NarrowMatrix, first: int, count: int) -> NarrowMatrix:
+    """A range of inputs: [N, count].
+
+    Raises ValueError if the range cuts a group of inputs that share a scale, or if the inputs have
+    an order.
+    """
+    if matrix.order is not None:
+        raise ValueError("its inputs have an order of their own (act-order, desc_act)")
+    group, scale, zero = matrix.group, matrix.scale, matrix.zero
+    if group < matrix.num_in:
+        if first % group or count % group:
+            raise ValueError(f"{group} inputs share a scale, which {count} inputs would cut")
+        groups = slice(first // group, (first + count) // group)
+        scale, zero = scale[groups], zero if zero is None else zero[groups].contiguous()
+    return narrow_matrix(
+        matrix.kind,
+        _codes(matrix, slice(None))[:, first : first + count],
+        scale,
+        group=group,
+        rows=matrix.rows,
+        zero=zero,
+        rounds_inputs=matrix.rounds_inputs,
+        factor=matrix.factor,
+    )
+
+
 def round_to_fp8(weight: Tensor, *, rounds_inputs: bool = False) -> NarrowMatrix:
     """Round a plain matrix to e4m3, with a float32 scale for each output. Shape: [N, K]."""
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
@@ -246,18 +291,23 @@ def _values(matrix: NarrowMatrix, part: slice) -> Tensor:
 
 def _numbers(matrix: NarrowMatrix, part: slice) -> Tensor:
     """The codes of some rows as numbers, before zero and scale. Shape: [rows, K] float32."""
+    codes = _codes(matrix, part)
+    if matrix.kind not in ("fp4", "nvfp4"):
+        return codes.float()
+    return torch.tensor(e2m1.VALUES, device=codes.device)[codes.int()]
+
+
+def _codes(matrix: NarrowMatrix, part: slice) -> Tensor:
+    """The codes of some rows, one a number, in their order. Shape: [rows, K]."""
     chunk, half = matrix.chunk, matrix.half
     if matrix.rounds_inputs:
-        return matrix.codes[part, : matrix.num_in].float()
+        return matrix.codes[part, : matrix.num_in]
     bytes_ = matrix.codes[part].view(torch.uint8)
     if matrix.kind in ("fp4", "nvfp4"):
         bytes_ = e2m1.unpack(bytes_.view(torch.int32)).view(torch.uint8)
     threads = bytes_.view(len(bytes_), -1, 4, chunk // 16, 2, 2).permute(0, 1, 3, 4, 2, 5)
     codes = threads.reshape(len(bytes_), -1)
     if not has_4_bits(matrix.kind):
-        return codes.view(matrix.codes.dtype)[:, : matrix.num_in].float()
+        return codes.view(matrix.codes.dtype)[:, : matrix.num_in]
     codes = codes.view(len(codes), -1, 1, half)
-    nibbles = torch.cat((codes & 15, codes >> 4), 2).flatten(1)[:, : matrix.num_in]
-    if matrix.kind == "int4":
-        return nibbles.float()
-    return torch.tensor(e2m1.VALUES, device=codes.device)[nibbles.int()]
+    return torch.cat((codes & 15, codes >> 4), 2).flatten(1)[:, : matrix.num_in]

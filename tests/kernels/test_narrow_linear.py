@@ -24,9 +24,11 @@ from outrider.kernels.model import narrow_linear as module
 from outrider.kernels.model.linear import linear_reference
 from outrider.kernels.model.narrow_linear import add_narrow_linear, narrow_linear
 from outrider.kernels.model.narrow_matrix import (
+    columns_of,
     dequantise,
     narrow_matrix,
     round_to_fp8,
+    rows_of,
     stack,
 )
 from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
@@ -148,6 +150,33 @@ def test_matrices_of_several_forms_are_not_stacked(other: NumberFormat) -> None:
     order = torch.arange(256, device=DEVICE).flip(0)
     assert stack([first, first._replace(order=order)]) is None
     assert stack([first._replace(order=order), first._replace(order=order.clone())]) is not None
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_ranges_of_outputs_and_inputs_stand_for_those_of_the_plain_matrix(
+    format_: NumberFormat,
+) -> None:
+    """Of outputs also in the midst of a block, of inputs between groups."""
+    matrix = narrow_of(format_, 384, 768)
+    plain = dequantise(matrix, torch.float32)
+    for first, count in ((0, 192), (192, 192), (128, 256)):
+        got = dequantise(rows_of(matrix, first, count), torch.float32)
+        assert torch.equal(got, plain[first : first + count])
+    step = 256 if matrix.group == 256 else 128
+    for first, count in ((0, step), (step, 2 * step), (768 - step, step)):
+        part = columns_of(matrix, first, count)
+        assert part.kind == matrix.kind
+        got = dequantise(part, torch.float32)
+        assert torch.equal(got, plain[:, first : first + count])
+
+
+def test_ranges_of_inputs_that_cut_a_scale_are_refused() -> None:
+    matrix = narrow_of(("int4", 64, 1, False), 32, 256)
+    with pytest.raises(ValueError, match="64 inputs share a scale, which 96 inputs would cut"):
+        columns_of(matrix, 0, 96)
+    order = torch.arange(256, device=DEVICE).flip(0)
+    with pytest.raises(ValueError, match="an order of their own"):
+        columns_of(matrix._replace(order=order), 0, 128)
 
 
 def test_a_plain_matrix_is_rounded_to_the_nearest() -> None:

@@ -61,16 +61,25 @@ class Family(ABC):
     renamed: ClassVar[dict[str, str]] = {}
 
     def __init__(self, tensors: AnyCheckpoint, config: Any) -> None:
-        """`config` is transformers', for which `why_unknown` returns None."""
+        """`config` is transformers', for which `why_unknown` returns None; that of the share which
+        `tensors` reads.
+        """
         self.tensors, self._given = tensors, config
         declared = {**self.fixed, **_declared(config)}
         self.config = SimpleNamespace(**{name: declared.get(name) for name in self.fields})
-        for name in self.per_rank & declared.keys():
-            setattr(self.config, name, declared[name] // tensors.share.size)
-        # Read by transformers whether or not it is declared.
-        self.config.head_dim = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
-        )
+        self.config.head_dim = _head_dim(config)
+
+    @classmethod
+    def share_of(cls, config: PreTrainedConfig, size: int) -> PreTrainedConfig:
+        """The configuration of what each of `size` ranks has of this model."""
+        if size == 1:
+            return config
+        head_dim = _head_dim(config)
+        config = copy.deepcopy(config)
+        config.head_dim = head_dim
+        for name in cls.per_rank & _declared(config).keys():
+            setattr(config, name, getattr(config, name) // size)
+        return config
 
     @classmethod
     def why_unknown(cls, config: PreTrainedConfig) -> str | None:
@@ -148,6 +157,12 @@ class Family(ABC):
     def no_rope(self) -> Rope:
         """It rotates by 0 at every position."""
         return Rope(torch.zeros_like(self.rope.inv_freq), 1.0)
+
+
+def _head_dim(config: Any) -> int:
+    """Read by transformers whether or not it is declared."""
+    declared: int | None = getattr(config, "head_dim", None)
+    return declared or int(config.hidden_size // config.num_attention_heads)
 
 
 def _ropes(config: Any) -> dict[str, dict[str, Any]]:

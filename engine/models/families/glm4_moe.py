@@ -23,7 +23,7 @@ class Glm4Moe(Llama):
     """Its layers for multi-token prediction, behind the last, are not part of it."""
 
     model_types = ("glm4_moe",)
-    per_rank = frozenset()  # nothing reads a share of its experts yet
+    per_rank = Llama.per_rank | {"moe_intermediate_size"}
     fields = Llama.fields | {
         "first_k_dense_replace", "moe_intermediate_size", "n_group", "n_routed_experts",
         "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_mtp_layers",

@@ -22,7 +22,6 @@ from .llama import Llama
 
 class GraniteMoe(Llama):
     model_types = ("granitemoe",)
-    per_rank = frozenset()  # nothing reads a share of its experts yet
     fields = Llama.fields | {
         "attention_multiplier", "embedding_multiplier", "logits_scaling", "num_experts_per_tok",
         "num_local_experts", "residual_multiplier",

@@ -16,7 +16,6 @@ from .llama import Llama
 
 class Mixtral(Llama):
     model_types = ("mixtral",)
-    per_rank = frozenset()  # nothing reads a share of its experts yet
     fields = Llama.fields | {
         "num_experts_per_tok", "num_local_experts", "sliding_window"
     }  # fmt: skip

@@ -13,7 +13,6 @@ class Phi3(Llama):
     """Those whose RoPE is stretched, or leaves dimensions out, are left to transformers."""
 
     model_types = ("phi3",)
-    per_rank = frozenset()  # nothing cuts layers that are stored as one yet
     fields = Llama.fields | {"original_max_position_embeddings", "sliding_window"}
 
     def mixer(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Attention:

@@ -21,7 +21,7 @@ class Qwen3Moe(Windowed):
     """Layers of `mlp_only_layers`, and those that `decoder_sparse_step` leaves out, are dense."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
-    per_rank = frozenset()  # nothing reads a share of its experts yet
+    per_rank: ClassVar[frozenset[str]] = Windowed.per_rank | {"moe_intermediate_size"}
     fields = Windowed.fields | {
         "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob",
         "num_experts", "num_experts_per_tok",

@@ -11,7 +11,8 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.row_codes import Normed
 
 from ..attention import ForwardBatch, PagedAttention, Rope
-from ..checkpoint import AnyCheckpoint
+from ..checkpoint import AnyCheckpoint, Outputs
+from ..shares import Cut
 from ..weights import Linear
 from .base import Compiled, Part
 
@@ -70,9 +71,10 @@ class Attention(Part):
         """
         has_norms, has_sinks = f"{name}.q_norm.weight" in tensors, f"{name}.sinks" in tensors
         num_q, num_kv = num_heads * head_dim, num_kv_heads * head_dim
-        sizes = {"q_proj": 2 * num_q if gated else num_q, "k_proj": num_kv, "v_proj": num_kv}
+        own = {"q_proj": 2 * num_q if gated else num_q, "k_proj": num_kv, "v_proj": num_kv}
+        sizes: dict[str, Outputs] = {**own}
         if fused:
-            sizes = {"qkv_proj": num_q + 2 * num_kv}
+            sizes = {"qkv_proj": tuple(own.values())}
         norms = None
         if has_norms:
             q_size, k_size = (num_q, num_kv) if wide else (head_dim, head_dim)
@@ -95,7 +97,7 @@ class Attention(Part):
                 value_dim=head_dim,
                 scale=head_dim**-0.5 if scale is None else scale,
                 window=window,
-                sinks=tensors.tensor(f"{name}.sinks", num_heads, axis="outputs")
+                sinks=tensors.tensor(f"{name}.sinks", num_heads, cut=Cut("outputs"))
                 if has_sinks
                 else None,
                 k_scale=_kv_scale(tensors, name, "k"),

@@ -17,7 +17,8 @@ from outrider.kernels.model.row_codes import Normed
 
 from ...memory.spec import SlotSpec
 from ..attention import ForwardBatch
-from ..checkpoint import AnyCheckpoint
+from ..checkpoint import AnyCheckpoint, Outputs
+from ..shares import Cut
 from ..slot_state import SlotState
 from ..weights import Linear
 from .base import Part
@@ -101,19 +102,23 @@ class DeltaNet(Part):
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape.
         """
         num_values, order = heads.num_value_heads * heads.value_dim, None
-        sizes = {
-            "in_proj_qkv": heads.num_channels,
+        num_keys = heads.num_key_heads * heads.key_dim
+        channels, by_head = (num_keys, num_keys, num_values), Cut("outputs")
+        sizes: dict[str, Outputs] = {
+            "in_proj_qkv": channels,
             "in_proj_b": heads.num_value_heads,
             "in_proj_a": heads.num_value_heads,
             "in_proj_z": num_values,
         }
         if by_key_head:
             sizes = {
-                "in_proj_qkvz": heads.num_channels + num_values,
+                "in_proj_qkvz": sum(channels) + num_values,
                 "in_proj_ba": 2 * heads.num_value_heads,
             }
             order = columns_by_kind(heads).to(tensors.device)
-        convolution = tensors.tensor(f"{name}.conv1d.weight", heads.num_channels, 1, num_taps)
+        convolution = tensors.tensor(
+            f"{name}.conv1d.weight", sum(channels), 1, num_taps, cut=Cut("outputs", channels)
+        )
         return DeltaNet(
             norm=norm,
             inputs=tensors.linear(
@@ -122,8 +127,8 @@ class DeltaNet(Part):
             output=tensors.linear(num_values, {f"{name}.out_proj": width}, axis="inputs"),
             weights=DeltaWeights(
                 convolution[:, 0].contiguous(),
-                tensors.float32(f"{name}.A_log", heads.num_value_heads),
-                tensors.float32(f"{name}.dt_bias", heads.num_value_heads),
+                tensors.float32(f"{name}.A_log", heads.num_value_heads, cut=by_head),
+                tensors.float32(f"{name}.dt_bias", heads.num_value_heads, cut=by_head),
             ),
             gated_norm=Norm(tensors.float32(f"{name}.norm.weight", heads.value_dim), norm.eps),
             memory=DeltaState(heads, num_taps),

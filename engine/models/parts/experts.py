@@ -26,6 +26,7 @@ from ..admission import UnsupportedModelError
 from ..attention import ForwardBatch
 from ..checkpoint import AnyCheckpoint, Lent
 from ..narrow_weight import Narrow
+from ..shares import Cut
 from ..weights import Axis, Dense, Layer, Linear, Matrix, Unrounded, Weight
 from .base import Part
 from .gated_mlp import GatedMLP
@@ -166,11 +167,15 @@ def read_experts(
     """
     num_out, whole = sum(sizes.values()), f"{name}.{stored}"
     if whole in tensors:
-        matrix = tensors.tensor(whole, num_experts, num_out, num_inputs).flatten(0, 1)
+        sections = tuple(sizes.values()) if axis == "outputs" else ()
+        cut = Cut(axis, sections, lead=1)
+        matrix = tensors.tensor(whole, num_experts, num_out, num_inputs, cut=cut).flatten(0, 1)
         return Layer(stacked(matrix, num_experts, top_k, tensors.dtype), None, axis)
     each = [
         tensors.weight(
-            {f"{name}.{i}.{part}": (size, num_inputs) for part, size in sizes.items()},
+            num_inputs,
+            {f"{name}.{i}.{part}": size for part, size in sizes.items()},
+            axis,
             rounds_inputs=False,
         )
         for i in range(num_experts)

@@ -9,7 +9,7 @@ from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.row_codes import Normed
 
 from ..attention import ForwardBatch
-from ..checkpoint import AnyCheckpoint
+from ..checkpoint import AnyCheckpoint, Outputs
 from ..weights import Linear
 from .base import Compiled, Part
 
@@ -39,7 +39,9 @@ class GatedMLP(Part):
 
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape.
         """
-        sizes = {"gate_up_proj": 2 * inner} if fused else {"gate_proj": inner, "up_proj": inner}
+        sizes: dict[str, Outputs] = {"gate_proj": inner, "up_proj": inner}
+        if fused:
+            sizes = {"gate_up_proj": (inner, inner)}
         return GatedMLP(
             norm=norm,
             gate_up=tensors.linear(

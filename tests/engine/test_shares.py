@@ -1,0 +1,86 @@
+"""Every kind of layer and of weights that two ranks share: the logits are those of one process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised import quantise
+from rank_pair import Passes, RankPair, load, passes, rank_pair
+from tiny_models import Tiny
+
+from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models.families import FAMILIES
+from outrider.engine.models.shares import Share
+
+LIKE_OTHERS = {"cwm": "qwen2", "ministral": "qwen2"}  # the same code reads them
+NOT_SHARED = {"gpt_oss", "olmo2", "olmo3", "olmoe"}
+SHARED = sorted({*FAMILIES} - {*LIKE_OTHERS} - NOT_SHARED)
+# These have layers stored as one, factors, experts, an expert that all rows share, and delta nets.
+SOME = {"granitemoe", "phi3", "qwen3_next"}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPair]:
+    with rank_pair() as ranks:
+        yield ranks
+
+
+@torch.inference_mode()
+def whole(path: Path, **options: Any) -> Passes:
+    return passes(load(str(path), **options))
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=() if name in SOME else pytest.mark.deep) for name in SHARED],
+)
+def test_two_ranks_compute_what_one_process_does(
+    architecture: str, tiny_model: Tiny, pair: RankPair
+) -> None:
+    path = tiny_model(architecture, seed=1)
+    ours, theirs = pair.run(str(path)), whole(path)
+    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
+    halves = {axis: size // 2 for axis, size in theirs.bytes_by_axis.items() if axis}
+    assert {axis: ours.bytes_by_axis[axis] for axis in halves} == halves
+
+
+# As wide as groups of 128 inputs in each half.
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8 of blocks, inputs too", "ct int8, inputs too", "ct 4 bits, zero points", "awq"]
+)
+def test_two_ranks_share_quantised_weights(
+    name: str, tiny_model: Tiny, tmp_path: Path, pair: RankPair
+) -> None:
+    torch.manual_seed(0)
+    path = quantise(tiny_model("qwen3", scale=0.1, **WIDE), tmp_path, name)
+    ours, theirs = pair.run(str(path)), whole(path)
+    # A rank rounds its own inputs, by a scale of their own. Another share would be off by 1.
+    off = 0.2 if "inputs too" in name else 1e-4
+    assert (ours.logits - theirs.logits).norm() < off * theirs.logits.norm()
+
+
+def test_two_ranks_round_plain_weights_alike(tiny_model: Tiny, pair: RankPair) -> None:
+    path = tiny_model("qwen3", scale=0.1, **WIDE)
+    ours, theirs = pair.run(str(path), quantization="fp8"), whole(path, quantization="fp8")
+    assert (ours.logits - theirs.logits).norm() < 0.2 * theirs.logits.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("fp8 of blocks", "128 inputs share a scale, which 192 inputs would cut"),
+        ("gptq, act-order", "its inputs have an order of their own"),
+    ],
+)
+def test_scales_that_ranks_would_cut_are_refused(
+    name: str, reason: str, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    sizes = WIDE | {"intermediate_size": 384}
+    path = quantise(tiny_model("qwen3", scale=0.1, **sizes), tmp_path, name)
+    with pytest.raises(UnsupportedModelError, match=rf"_proj cannot be shared by 2: {reason}"):
+        load(str(path), Share(0, 2))
