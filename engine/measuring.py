@@ -9,7 +9,8 @@ from .api import ReportProgress
 from .config import ConfigError, EngineConfig
 from .gpu_memory import GIB, OutOfDeviceMemoryError, begin_measuring, left_bytes, measured_bytes
 from .host_memory import available_bytes
-from .models.host_pages import HostPages, PinnedHostPages
+from .memory.host_tier import PageCopies
+from .models.host_pages import host_pages as allocated
 from .ranks.wire import Op
 from .worker import Worker
 
@@ -64,12 +65,12 @@ def largest_step_bytes(worker: Worker, config: EngineConfig) -> int:
     return measured_bytes(worker.device)
 
 
-def host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], HostPages]:
+def host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], PageCopies]:
     """Allocate what `cache.host_gib` says: the pages of each group, and their memory.
 
     Raises ConfigError saying what fits.
     """
-    pair, budget, given = worker.pair, worker.budget, config.cache.host_gib
+    pair, given, of_all_ranks = worker.pair, config.cache.host_gib, worker.budget_of_all_ranks
     if not pair.caches_prefixes:
         raise ConfigError(
             f"cache.host_gib is {given:g}, but no prefixes are cached that it could keep: set it "
@@ -80,14 +81,9 @@ def host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], HostPag
             f"cache.host_gib is {given:g}, but the states that this model keeps beside its pages "
             "are not kept in host memory yet: set it to 0"
         )
-    if worker.followers is not None:
-        raise ConfigError(
-            f"cache.host_gib is {given:g}, but pages of a target that GPUs share "
-            "(target.tensor_parallel) are not kept in host memory yet: set it to 0"
-        )
     free_bytes = available_bytes()
     if worker.device.type == "cpu" and config.cache.num_pages is not None:  # not allocated yet
-        free_bytes -= budget.num_bytes(config.cache.num_pages)
+        free_bytes -= of_all_ranks.num_bytes(config.cache.num_pages)
     most_gib = int(max(0, free_bytes) * _PINNED_SHARE / GIB * 10) / 10
     num_bytes = int(given * GIB)
     if given > most_gib:
@@ -95,23 +91,25 @@ def host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], HostPag
             f"cache.host_gib is {given:g}, but the machine has room for {most_gib:g} GiB: set it "
             "to that at most, or to 0"
         )
-    num_pages = budget.most_within(num_bytes)
+    num_pages = of_all_ranks.most_within(num_bytes)
     if num_pages < 2:
-        least_gib = budget.num_bytes(2) / GIB
+        least_gib = of_all_ranks.num_bytes(2) / GIB
         raise ConfigError(
             f"cache.host_gib is {given:g}, which holds no page: set it to {least_gib:.2g} at "
             "least, or to 0"
         )
-    counts = budget.of_groups(num_pages)
-    if worker.device.type == "cpu":
-        return counts, HostPages(pair.groups, counts, pair.page_size)
+    counts = worker.budget.of_groups(num_pages)
     try:
-        return counts, PinnedHostPages(pair.groups, counts, pair.page_size, worker.device)
+        own = allocated(pair.groups, counts, pair.page_size, worker.device)
     except RuntimeError as error:
         raise ConfigError(
             f"{given:g} GiB of host memory cannot be pinned ({error}): lower cache.host_gib, or "
             "set it to 0"
         ) from error
+    if worker.followers is None:
+        return counts, own
+    num_bytes = of_all_ranks.num_bytes(num_pages)
+    return counts, worker.followers.share_host_pages(own, worker.slots, counts, num_bytes)
 
 
 @contextmanager

@@ -19,10 +19,11 @@ from .config import ConfigError, EngineConfig
 from .cpu_share import CPUShare, set_threads
 from .logit_edits import LogitEdits
 from .memory.budget import Budget
+from .memory.host_tier import PageCopies
+from .memory.spec import PagedSpec
 from .models.batch_invariance import alike_thread_counts
 from .models.compiled_decoder import CompiledDecoder
 from .models.groups import grouped
-from .models.host_pages import HostPages
 from .models.network import Pass, short_batches
 from .models.pair import ModelPair
 from .plan import Plan
@@ -104,7 +105,7 @@ class Worker:
             self.pair.caches_prefixes,
             has_host_tier=config.cache.host_gib > 0,
         )
-        self.host_pages: tuple[list[int], HostPages] | None = None  # number of each group's
+        self.host_pages: tuple[list[int], PageCopies] | None = None  # number of each group's
         self.edits = LogitEdits(self.slots)
         self.proposer = build_proposer(config, self.slots, self.edits, self.pair)
         self.scorer = Scorer(self.pair.target, self.slots.vocab_size)
@@ -159,10 +160,26 @@ class Worker:
         """How many pages all ranks have room for, of which this one has it for `num_pages`."""
         if self.followers is None:
             return num_pages
-        of_target = grouped([(self.pair.target, True)], self.pair.max_model_len)
-        budget = replace(self.budget, specs=[group.spec for group in of_target])
+        budget = replace(self.budget, specs=self._specs_of_target)
         rooms = self.followers.ask(Op.ROOM)
         return min(num_pages, *(budget.most_within(int(room)) for room in rooms))
+
+    @property
+    def _specs_of_target(self) -> list[PagedSpec]:
+        groups = grouped([(self.pair.target, True)], self.pair.max_model_len)
+        return [group.spec for group in groups]
+
+    @property
+    def budget_of_all_ranks(self) -> Budget:
+        """As `budget`, for the pages of all ranks together."""
+        others = 0 if self.followers is None else len(self.followers.pids)
+        of_target = [spec.bytes_per_token for spec in self._specs_of_target]
+        added = [others * each for each in of_target] + [0] * len(self.budget.specs)
+        specs = [
+            replace(spec, bytes_per_token=spec.bytes_per_token + more)
+            for spec, more in zip(self.budget.specs, added, strict=False)
+        ]
+        return replace(self.budget, specs=specs)
 
     def close(self) -> None:
         """End the other ranks. The worker is of no use afterwards."""

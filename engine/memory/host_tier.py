@@ -33,6 +33,10 @@ class PageCopies(Protocol):
     def wait(self) -> None:
         """Return once it is."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of host memory."""
+
 
 @dataclass(slots=True)
 class _Kept:

@@ -45,6 +45,9 @@ class HostPages(PageCopies):
     def wait(self) -> None:
         pass
 
+    def before_steps(self) -> None:
+        """Let further steps on the device wait until what `load` has begun is done."""
+
     def _gather(self, group: int, pages: Tensor, rows: Tensor) -> None:
         for part, of_part in self._parts(group, rows):
             torch.index_select(part, 0, pages, out=of_part)
@@ -131,6 +134,9 @@ class PinnedHostPages(HostPages):
     def wait(self) -> None:
         self._loaded.synchronize()
 
+    def before_steps(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._loaded)
+
     def _rows(self, group: int, buffer: int, count: int) -> Tensor:
         """Shape: [count, bytes of a page]."""
         size = self._sizes[group]
@@ -143,6 +149,15 @@ class PinnedHostPages(HostPages):
         most = _at_once(self._sizes[group])
         for first in range(0, len(pages), most):
             yield pages[first : first + most], host_pages[first : first + most]
+
+
+def host_pages(
+    groups: Sequence[Group], num_pages: Sequence[int], page_size: int, device: torch.device
+) -> HostPages:
+    """Allocate pages of each group. Raises RuntimeError if a GPU's memory cannot be pinned."""
+    if device.type == "cpu":
+        return HostPages(groups, num_pages, page_size)
+    return PinnedHostPages(groups, num_pages, page_size, device)
 
 
 def _at_once(bytes_per_page: int) -> int:

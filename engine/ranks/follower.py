@@ -77,6 +77,14 @@ def perform(share: "TargetShare", op: Op, shape: Shape, integers_np: np.ndarray)
             share.bind(integers_np.tolist())
         case Op.COMPILE:
             share.compile(*integers_np.tolist())
+        case Op.HOST:
+            share.allocate_host(integers_np.tolist())
+        case Op.SAVE:
+            share.save(shape[0], integers_np.reshape(2, -1))
+        case Op.LOAD:
+            share.load(shape[0], integers_np.reshape(2, -1))
+        case Op.LOADED:
+            share.host_pages.before_steps()
         case Op.MEASURE:
             share.measure()
         case Op.MEASURED:

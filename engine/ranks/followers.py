@@ -18,6 +18,7 @@ import numpy as np
 from ..api import ReportProgress
 from ..config import EngineConfig
 from ..lifeline import describe_exit
+from ..memory.host_tier import PageCopies
 from ..models.decoder import Decoder
 from ..models.network import Network
 from ..state.phase import Shape
@@ -25,6 +26,7 @@ from ..state.ragged import NONE_NP
 from ..state.slots import Slots
 from .group import Group, path_of
 from .shared_decoder import SharedDecoder
+from .shared_host_pages import SharedHostPages
 from .wire import Op, receive, send
 
 log = logging.getLogger(__name__)
@@ -98,6 +100,14 @@ class Followers:
         ]
         self.send(Op.BIND, integers_np=np.array(numbers))
         slots.on_pages = lambda entries_np: self.send(Op.PAGES, (), entries_np)
+
+    def share_host_pages(
+        self, own: PageCopies, slots: Slots, num_pages: Sequence[int], num_bytes: int
+    ) -> SharedHostPages:
+        """Have them keep as many pages of each group in host memory; `num_bytes` of all ranks."""
+        numbers = [slots.max_model_len, slots.page_size, *num_pages]
+        self.send(Op.HOST, (), np.array(numbers))
+        return SharedHostPages(own, self.send, num_bytes)
 
     def watched(self, report: ReportProgress) -> ReportProgress:
         """`report`, which also raises RankError once one of them could not start."""

@@ -14,6 +14,7 @@ from ..gpu_memory import begin_measuring, left_bytes, measured_bytes
 from ..models.decoder import Decoder
 from ..models.groups import Group as LayerGroup
 from ..models.groups import grouped
+from ..models.host_pages import HostPages, host_pages
 from ..models.network import short_batches
 from ..models.pair import load_target
 from ..models.shares import Share
@@ -27,6 +28,7 @@ class TargetShare:
     """The share of one follower."""
 
     slots: Slots
+    host_pages: HostPages
 
     def __init__(self, settings: dict[str, Any]) -> None:
         """Load it. `settings` is the line from `Followers`."""
@@ -72,7 +74,7 @@ class TargetShare:
             len(num_pages), num_kept,
         )  # fmt: skip
         self.target.bind_slots(self.slots)
-        self._layers = self._layers or grouped([(self.target, True)], max_len)
+        self._group_layers(max_len)
         for group in self._layers:
             group.free()
         if self.device.type == "cuda":
@@ -82,6 +84,26 @@ class TargetShare:
         for i, (group, num) in enumerate(zip(self._layers, num_pages, strict=False)):
             group.bind(i, num, page_size)
             self._num_bytes += num * page_size * group.spec.bytes_per_token
+
+    def _group_layers(self, max_len: int) -> None:
+        self._layers = self._layers or grouped([(self.target, True)], max_len)
+
+    def allocate_host(self, numbers: list[int]) -> None:
+        """`numbers` as `Followers.share_host_pages` sends them."""
+        max_len, page_size, *num_pages = numbers
+        self._group_layers(max_len)
+        counts = num_pages[: len(self._layers)]  # rank 0's draft may have groups of its own
+        self.host_pages = host_pages(self._layers, counts, page_size, self.device)
+
+    def save(self, group: int, pages_np: np.ndarray) -> None:
+        """Shape: [2, pages], of the device and of the host."""
+        if group < len(self._layers):
+            self.host_pages.save(group, *pages_np.tolist())
+
+    def load(self, group: int, pages_np: np.ndarray) -> None:
+        """Shape: [2, pages], of the host and of the device."""
+        if group < len(self._layers):
+            self.host_pages.load(group, *pages_np.tolist())
 
     def compile(self, num_rows: int) -> None:
         """Compile the kernels of the target's passes, which rank 0 has compiled just before."""

@@ -23,6 +23,10 @@ class Op(IntEnum):
     COMPILE = auto()  # compile all kernels: see `Follower.compile`
     MEASURE = auto()  # from now on, note how much memory a step takes
     MEASURED = auto()  # that was the largest step
+    HOST = auto()  # allocate pages in host memory: see `Followers.share_host_pages`
+    SAVE = auto()  # copy pages of the group `shape` there [2, pages], from and to
+    LOAD = auto()  # begin to copy them back [2, pages], from and to
+    LOADED = auto()  # further steps read what has been copied back
     ROOM = auto()  # answer how many bytes are left for pages
     # From a follower
     ALIVE = auto()  # now and then, whatever it is doing

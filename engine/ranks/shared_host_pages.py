@@ -1,0 +1,42 @@
+"""Pages in host memory of a target that ranks share: each rank keeps its own part of them."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..memory.host_tier import PageCopies
+from ..state.phase import Shape
+from .wire import Op
+
+
+class SharedHostPages(PageCopies):
+    """Rank 0's pages; what it does with them, it has the others do with theirs."""
+
+    def __init__(
+        self, own: PageCopies, send: Callable[[Op, Shape, np.ndarray], None], num_bytes: int
+    ) -> None:
+        """`num_bytes`: of all ranks."""
+        self._own, self._send, self._num_bytes = own, send, num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def save(self, group: int, pages: Sequence[int], host_pages: Sequence[int]) -> None:
+        self._send(Op.SAVE, (group,), np.array((pages, host_pages)))
+        self._own.save(group, pages, host_pages)
+
+    def load(self, group: int, host_pages: Sequence[int], pages: Sequence[int]) -> None:
+        self._send(Op.LOAD, (group,), np.array((host_pages, pages)))
+        self._own.load(group, host_pages, pages)
+
+    def has_loaded(self) -> bool:
+        """Of this rank; the others' steps, from the next one on, wait for what they load."""
+        has_loaded = self._own.has_loaded()
+        if has_loaded:
+            self._send(Op.LOADED, (), np.zeros(0, dtype=np.int64))
+        return has_loaded
+
+    def wait(self) -> None:
+        self._own.wait()
+        self._send(Op.LOADED, (), np.zeros(0, dtype=np.int64))
