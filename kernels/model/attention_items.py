@@ -1,7 +1,8 @@
 """Lists the work of attention for a batch, once for all layers of a model.
 
 An item is a block of a sequence's rows over one split of its tokens. For prefill chunks, an item
-covers all tokens. For few rows, a long sequence is split over several programs.
+covers all tokens. For few rows, a long sequence is split over several programs. A sequence's last
+rows, which see the most tokens, come first: a GPU should not end with its longest items.
 
 The first 16 splits are one unit long; then there are 8 splits for every doubling of the position.
 So no split is longer than a unit or than an eighth of the tokens before it. If the bits of a row
@@ -167,10 +168,11 @@ def _list_items_kernel(
     query_len = tl.sum(tl.where(mine, query_lens, 0), 0)
     context_len = tl.sum(tl.where(mine, seq_lens, 0), 0) - query_len
     slot = tl.load(slots_ptr + request).to(tl.int32)
+    num_blocks = num_items // num_splits
     for start in range(0, num_items, 32):
         item = start + tl.arange(0, 32)
         mask = item < num_items
-        first_q = item // num_splits * block_q
+        first_q = (num_blocks - 1 - item // num_splits) * block_q
         at = items_ptr + (first_item + item) * WIDTH
         tl.store(at, first_row + first_q, mask=mask)
         tl.store(at + 1, tl.minimum(query_len - first_q, block_q), mask=mask)

@@ -58,5 +58,8 @@ def test_items_cover_every_row_and_token_once(
             assert [start for start, _ in covered[row]] == ends[:-1]
             assert ends[-1] == length
             assert len(covered[row]) <= listed.num_splits
+    for slot in slots.tolist():  # the longest first
+        positions = [item[2] for item in items if item[3] == slot]
+        assert positions == sorted(positions, reverse=True)
     blocks = [(item[6], item[4]) for item in items]
     assert len(set(blocks)) == len(blocks)  # a counter belongs to one block of rows
