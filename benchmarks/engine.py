@@ -51,6 +51,7 @@ from outrider.engine.config import (
 from outrider.engine.engine import Engine
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.heads.block_head import BlockHead
+from outrider.engine.models.heads.chain import MarkovHead
 from outrider.engine.models.heads.eagle3 import Eagle3Head
 from outrider.engine.models.heads.mtp import MtpHead
 from outrider.engine.models.network import Network
@@ -233,8 +234,9 @@ def bytes_read(engine: Engine, k: int) -> int:
     drafting = head.weight_bytes - head.fc.weight.num_bytes  # which is for the target's states
     if isinstance(head, Eagle3Head):
         return num_bytes + (k if head.mask is None else 1) * drafting
-    markov = head.markov if isinstance(head, BlockHead) else None
-    return num_bytes + drafting + (k * markov.output.weight.num_bytes if markov else 0)
+    chain = head.chain if isinstance(head, BlockHead) else None
+    each = chain.output.weight.num_bytes if isinstance(chain, MarkovHead) else 0  # for a draft
+    return num_bytes + drafting + k * each
 
 
 def weight_bytes(network: Network) -> int:
