@@ -124,12 +124,20 @@ class AnyCheckpoint(ABC):
         check_shape(name, tensor.shape, shape)
         return tensor
 
-    def norm(self, name: str, size: int, eps: float, *, adds_one: bool = False) -> Norm:
+    def norm(
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        *,
+        adds_one: bool = False,
+        cut: Cut | None = None,
+    ) -> Norm:
         """With `adds_one` the checkpoint has what its factors are more than 1.
 
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape.
         """
-        weight = self.tensor(f"{name}.weight", size)
+        weight = self.tensor(f"{name}.weight", size, cut=cut)
         # In float32: added to 1, a small number would be lost in 16 bits.
         return Norm(1 + weight.float() if adds_one else weight, eps)
 

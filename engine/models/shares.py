@@ -4,7 +4,7 @@ A layer is shared along its own axis: of `outputs` a rank has a range of rows of
 `inputs` a range of columns. What has no axis every rank has whole.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,15 @@ class Cut(NamedTuple):
     # a rank has its range of each. Empty: it is one.
     sections: tuple[int, ...] = ()
     lead: int = 0  # dimensions in front, such as that of experts
+
+
+class Ranks(Protocol):
+    """All that share a model, as one of them reaches the others."""
+
+    rank: int
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The x of all ranks, in their order. Shape: [T, N] -> [size, T, N]."""
 
 
 class Share(NamedTuple):

@@ -53,7 +53,7 @@ def follow(connection: Connection, settings: dict[str, Any]) -> None:
     from .target_share import TargetShare
 
     share = TargetShare(settings)
-    connection.send(Op.ANSWER, np.array([share.target.batch_invariant], dtype=np.int64))
+    connection.send(Op.ANSWER, np.array([share.batch_invariant], dtype=np.int64))
     op, _, _ = connection.receive()
     assert op == Op.JOIN
     share.join(settings["meeting_fd"])

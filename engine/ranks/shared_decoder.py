@@ -22,6 +22,7 @@ from outrider.kernels.model.row_codes import Normed
 from outrider.kernels.model.split_product import add_parts, add_parts_reference
 
 from ..models.attention import ForwardBatch
+from ..models.blocks import Block
 from ..models.decoder import Decoder
 from ..models.network import Pass
 from ..models.parts.experts import ExpertWeights
@@ -44,13 +45,16 @@ class SharedDecoder(Decoder):
         send: Send | None = None,
         cause_of: CauseOf = lambda error: error,
     ) -> None:
-        """Take over a decoder of this rank's share.
+        """Take over a decoder of this rank's share, once the ranks have met.
 
         On rank 0, `send` reaches the others, and `cause_of` knows what made a pass fail.
         """
         vars(self).update(vars(decoder))
         self._group, self._send, self._cause_of = group, send, cause_of
         self.change_linears(self._summed)
+        self.blocks = [
+            Block(*(part.over_ranks(group) for part in block.parts)) for block in self.blocks
+        ]
 
     def _summed(self, layer: Layer[Weight]) -> Layer[Weight]:
         if layer.axis != "inputs":

@@ -27,6 +27,7 @@ from .shared_decoder import SharedDecoder
 class TargetShare:
     """The share of one follower."""
 
+    target: SharedDecoder
     slots: Slots
     host_pages: HostPages
 
@@ -48,12 +49,17 @@ class TargetShare:
         self._group = Group(rank, target.tensor_parallel)
         decoder = load_target(config, share=Share(rank, target.tensor_parallel))
         assert isinstance(decoder, Decoder)
-        self.target = SharedDecoder(decoder, self._group)
+        self._decoder = decoder
         self._layers: list[LayerGroup] = []
         self._num_bytes = self._step_bytes = 0
 
+    @property
+    def batch_invariant(self) -> bool:
+        return self._decoder.batch_invariant
+
     def join(self, meeting_fd: int) -> None:
         self._group.join(path_of(meeting_fd), self.device)
+        self.target = SharedDecoder(self._decoder, self._group)
 
     @torch.inference_mode()
     def copy_states(self, copies_np: np.ndarray) -> None:

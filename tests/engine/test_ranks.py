@@ -241,7 +241,7 @@ def test_shares_of_two_ranks_make_the_whole(tiny_model: Tiny) -> None:
     [
         (3, "llama", r"does not divide .*num_key_value_heads 2: set it to 1 or 2$"),
         (2, "gemma2", "runs as transformers has it .*: leave it out, or run a replica on each GPU"),
-        (2, "olmo2", "layers of olmo2 are not shared yet"),
+        (2, "gpt_oss", "layers of gpt_oss are not shared yet"),
         (0, "llama", "target.tensor_parallel is 0; it is at least 1"),
     ],
 )

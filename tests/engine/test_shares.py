@@ -15,10 +15,11 @@ from outrider.engine.models.families import FAMILIES
 from outrider.engine.models.shares import Share
 
 LIKE_OTHERS = {"cwm": "qwen2", "ministral": "qwen2"}  # the same code reads them
-NOT_SHARED = {"gpt_oss", "olmo2", "olmo3", "olmoe"}
+NOT_SHARED = {"gpt_oss"}
 SHARED = sorted({*FAMILIES} - {*LIKE_OTHERS} - NOT_SHARED)
-# These have layers stored as one, factors, experts, an expert that all rows share, and delta nets.
-SOME = {"granitemoe", "phi3", "qwen3_next"}
+# These have layers stored as one, factors, experts, an expert that all rows share, delta nets, and
+# norms over all heads.
+SOME = {"granitemoe", "olmo2", "phi3", "qwen3_next"}
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from .llama import Llama
 
 class Olmo2(Llama):
     model_types = ("olmo2",)
-    per_rank = frozenset()  # its norms of q and k are over all heads
 
     def block(self, name: str, layer: int) -> Block:
         behind_mixer = self.norm(f"{name}.post_attention_layernorm")

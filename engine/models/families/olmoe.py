@@ -19,7 +19,6 @@ class Olmoe(Llama):
     """Those that clip q, k and v are left to transformers."""
 
     model_types = ("olmoe",)
-    per_rank = frozenset()  # its norms of q and k are over all heads
     fields = Llama.fields | {"norm_topk_prob", "num_experts", "num_experts_per_tok"}
 
     def mixer(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Attention:

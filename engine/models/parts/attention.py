@@ -1,7 +1,7 @@
 """Attention with RoPE: to all tokens or a window, with sinks, head norms and gates if any."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from outrider.kernels.model.row_codes import Normed
 
 from ..attention import ForwardBatch, PagedAttention, Rope
 from ..checkpoint import AnyCheckpoint, Outputs
-from ..shares import Cut
+from ..shares import Cut, Ranks
 from ..weights import Linear
 from .base import Compiled, Part
 
@@ -35,6 +35,7 @@ class Attention(Part):
     rope: Rope
     head_norms: tuple[Norm, Norm] | None = None  # of each query and key head
     wide_norms: tuple[Norm, Norm] | None = None  # of all query and all key heads together
+    ranks: Ranks | None = None  # that have the other heads
     gated: bool = False
 
     def __post_init__(self) -> None:
@@ -78,9 +79,10 @@ class Attention(Part):
         norms = None
         if has_norms:
             q_size, k_size = (num_q, num_kv) if wide else (head_dim, head_dim)
+            cut = Cut("outputs") if wide else None
             norms = (
-                tensors.norm(f"{name}.q_norm", q_size, eps, adds_one=norms_add_one),
-                tensors.norm(f"{name}.k_norm", k_size, eps, adds_one=norms_add_one),
+                tensors.norm(f"{name}.q_norm", q_size, eps, adds_one=norms_add_one, cut=cut),
+                tensors.norm(f"{name}.k_norm", k_size, eps, adds_one=norms_add_one, cut=cut),
             )
         return Attention(
             norm=norm,
@@ -131,12 +133,30 @@ class Attention(Part):
             num_q, num_kv = (n * attend.head_dim for n in (attend.num_heads, attend.num_kv_heads))
             query, key, _ = qkv.split([num_q, num_kv, num_kv], 1)
             for part, norm in zip((query, key), self.wide_norms, strict=True):
-                rms_norm(part, norm, out=part)
+                self._norm_wide(part, norm)
         query = attend.store(qkv, attend.num_heads, self.rope, self.head_norms, batch)
         attended = attend(query, batch).flatten(1)
         if gate is not None:
             attended = attended * gate.sigmoid()
         return self.add(x, self.output, attended, next_norm)
+
+    def _norm_wide(self, part: Tensor, norm: Norm) -> None:
+        """Normalise a row's heads together, with those of other ranks. Shape: [T, own heads]"""
+        if self.ranks is None:
+            rms_norm(part, norm, out=part)
+            return
+        of_all = self.ranks.gather(part.contiguous())
+        normed = rms_norm(of_all.transpose(0, 1).flatten(1), norm)
+        part.copy_(normed.view(len(part), -1, part.shape[1])[:, self.ranks.rank])
+
+    def over_ranks(self, ranks: Ranks) -> "Attention":
+        if self.wide_norms is None:
+            return self
+        query, key = (
+            norm._replace(weight=ranks.gather(norm.weight[None]).flatten())
+            for norm in self.wide_norms
+        )
+        return replace(self, wide_norms=(query, key), ranks=ranks)
 
     def _without_gates(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Query, key and value heads, and the gates by themselves."""

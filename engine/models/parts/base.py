@@ -21,6 +21,7 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.row_codes import Normed
 
 from ..attention import ForwardBatch, PagedAttention, Rope
+from ..shares import Ranks
 from ..slot_state import SlotState
 from ..weights import Change, Layer, Linear, Weight
 
@@ -77,6 +78,10 @@ class Part(ABC):
         """The same part with its linear layers replaced, one by one in their order."""
         changed: dict[str, Any] = {name: change(each) for name, each in self.linears.items()}
         return replace(self, **changed)
+
+    def over_ranks(self, ranks: Ranks) -> Self:
+        """The same part, if it has to know more of other ranks than sums of its linear layers."""
+        return self
 
     def compiled(self) -> Compiled | None:
         """None if compiled layers cannot compute it."""
