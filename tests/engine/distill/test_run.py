@@ -63,7 +63,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recipe(target: Path, tmp_path: Path) -> Recipe:
     """The shortest, for what does not hang on how much a draft has learnt."""
-    short = replace(DRAFT, budget="2K", passes=1)
+    short = replace(DRAFT, budget="1K", passes=4)  # of 250 tokens of text
     return replace(short, target=str(target), out=str(tmp_path / "draft"))
 
 
@@ -119,10 +119,10 @@ def test_the_draft_is_an_ordinary_model_directory_with_the_targets_tokenizer(
 
 
 def test_a_trained_head_is_served_and_described(head: Distilled, target: Path) -> None:
-    told = json.loads((head.out / "config.json").read_text())
-    assert told["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert told["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
-    assert head.tensors["lm_head.weight"].shape == (120, told["hidden_size"])
+    config = json.loads((head.out / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    assert head.tensors["lm_head.weight"].shape == (120, config["hidden_size"])
     assert head.tensors["d2t"].dtype == torch.int64
     assert head.tensors["t2d"].dtype == torch.bool
     assert "| draft 3 |" in (head.out / "README.md").read_text()
@@ -313,6 +313,7 @@ def test_a_disk_too_full_for_a_checkpoint_is_reported(
 def test_while_text_is_missing_what_it_does_not_depend_on_may_change(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    several = replace(recipe, passes=1)  # shards of text
     written = []
     write = Writer.write
 
@@ -325,11 +326,11 @@ def test_while_text_is_missing_what_it_does_not_depend_on_may_change(
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "write", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run(recipe)
+            run(several)
         with pytest.raises(DistillError, match="seed was 0"):
-            run(replace(recipe, seed=1))
+            run(replace(several, seed=1))
         with pytest.raises(KeyboardInterrupt):
-            run(replace(recipe, size="2x64", budget="6K"))
+            run(replace(several, size="2x64", budget="6K"))
     assert written == [0]
 
 
@@ -383,8 +384,8 @@ def test_drafts_and_heads_learn_from_one_text(
 
 def test_texts_of_two_recipes_are_not_mixed(recipe: Recipe, tmp_path: Path) -> None:
     text = str(tmp_path / "text")
-    run(replace(recipe, text=text, budget="2K"))
-    other = replace(recipe, text=text, budget="2K", out=str(tmp_path / "other"), seed=3)
+    run(replace(recipe, text=text))
+    other = replace(recipe, text=text, out=str(tmp_path / "other"), seed=3)
     with pytest.raises(DistillError, match=r"another recipe \(seed was 0\)"):
         run(other)
 
