@@ -11,6 +11,7 @@ from asgi import get, post
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
+from schemathesis.specs.openapi.schemas import OpenApiSchema
 from scripted_client import steps
 from served import Served
 
@@ -41,27 +42,28 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def served(tokenizer: Tokenizer) -> Served:
+def document(tokenizer: Tokenizer) -> OpenApiSchema:
+    """As schemathesis has read it from an application, which it will ask."""
     ids = tokenizer.encode(" Hello 🙂", add_special_tokens=False)
 
     def play(request: Any) -> Any:
         return steps(request, ids[: request.params.max_tokens])
 
-    return Served(
+    served = Served(
         play,
         tokenizer,
         tool_call_format="hermes",
         reasoning_content=True,
         allowed_hosts=("*",),  # schemathesis calls it by a name of its own
     )
+    return schemathesis.openapi.from_asgi("/openapi.json", served.app)
 
 
 @pytest.mark.parametrize("num_examples", [6, pytest.param(40, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
 def test_answers_are_those_of_the_document(
-    served: Served, method: str, path: str, mode: GenerationMode, num_examples: int
+    document: OpenApiSchema, method: str, path: str, mode: GenerationMode, num_examples: int
 ) -> None:
-    document = schemathesis.openapi.from_asgi("/openapi.json", served.app)
     operation = document[path][method]
 
     @given(operation.as_strategy(generation_mode=mode))
@@ -74,7 +76,7 @@ def test_answers_are_those_of_the_document(
         suppress_health_check=list(HealthCheck),
     )
     def check(case: Any) -> None:
-        # Limits that depend on other fields or on the model are told by 400, not by the document.
+        # Limits that depend on other fields or on the model are found by us, not by the document.
         case.call_and_validate(excluded_checks=[positive_data_acceptance])
 
     check()

@@ -37,7 +37,7 @@ def ask(
                 reply: httpx.Response = await http.post("/completions", json=body)
                 assert reply.status_code == 200, reply.text
                 answer: dict[str, Any] = reply.json()
-                await asyncio.wait_for(pages_used_become(engine, 0), 5)
+                await asyncio.wait_for(pages_used_become(engine, 0), 60)  # of others, too
                 return {"usage": answer["usage"], **answer["choices"][0]}
 
             found = await questions(post)
@@ -59,7 +59,7 @@ def body(tokenizer: Tokenizer, prompt: str, **fields: Any) -> dict[str, Any]:
     } | fields
 
 
-def told(answer: dict[str, Any]) -> dict[str, Any]:
+def comparable(answer: dict[str, Any]) -> dict[str, Any]:
     """An answer without what may round otherwise, or depends on who came before."""
     logprobs = {name: answer["logprobs"][name] for name in ("tokens", "text_offset")}
     usage = {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
@@ -75,13 +75,15 @@ def test_a_stop_string_ends_a_speculative_answer_where_it_ends_a_plain_one(
         answers = []
         for prompt in PROMPTS:
             whole = await post(body(tokenizer, prompt, **way))
-            answers.append(whole)
             text = whole["text"]
-            for start in range(0, len(text) - 2, 7):
-                for length in (1, 3):
-                    fields = {"stop": text[start : start + length]}
-                    answers.append(await post(body(tokenizer, prompt, **way, **fields)))
-        return [told(answer) for answer in answers]
+            stops = [
+                text[start : start + length]
+                for start in range(0, len(text) - 2, 7)
+                for length in (1, 3)
+            ]
+            bodies = [body(tokenizer, prompt, **way, stop=stop) for stop in stops]
+            answers += [whole, *await asyncio.gather(*map(post, bodies))]
+        return [comparable(answer) for answer in answers]
 
     speculative = ask(pair, tokenizer, stopped, k=K)
     assert speculative == ask(pair, tokenizer, stopped, k=0)
@@ -135,7 +137,7 @@ def test_eos_ends_a_speculative_answer_where_it_ends_a_plain_one(
         shown = {"include_stop_str_in_output": True}
         ignored = {"ignore_eos": True}
         bodies = [body(tokenizer, PROMPTS[0], **way, **fields) for fields in ({}, shown, ignored)]
-        return [told(await post(each)) for each in bodies]
+        return [comparable(answer) for answer in await asyncio.gather(*map(post, bodies))]
 
     for eos in ids[2:9:3]:
         speculative = ask(pair, tokenizer, ended, k=K, eos_token_ids=(eos,))
