@@ -147,15 +147,21 @@ class GgufFile:
     def shape_of(self, name: str) -> tuple[int, ...]:
         return self.entries[name].shape
 
-    def read(self, name: str) -> Codes:
-        """A tensor as a matrix; one dimension becomes one row. Raises UnknownFormatError."""
+    def read(self, name: str, part: int | None = None) -> Codes:
+        """A tensor as a matrix, or one entry of its first dimension; one dimension becomes one row.
+
+        Raises UnknownFormatError.
+        """
         format_, entry = self.format_of(name), self.entries[name]
-        num_rows, width = math.prod(entry.shape[:-1]), entry.shape[-1]
-        row_bytes = width // format_.block * format_.block_bytes
-        end = self._start + entry.offset + num_rows * row_bytes
-        if width % format_.block or end > len(self._bytes):
+        shape, index = (entry.shape, 0) if part is None else (entry.shape[1:], part)
+        num_rows, width = math.prod(shape[:-1]), entry.shape[-1]
+        num_bytes = num_rows * (width // format_.block * format_.block_bytes)
+        start = self._start + entry.offset + index * num_bytes
+        end = start + num_bytes
+        is_there = part is None or (len(entry.shape) > 2 and part < entry.shape[0])
+        if width % format_.block or end > len(self._bytes) or not is_there:
             raise ValueError(f"{name} does not fit into its file")
-        data = bytearray(self._bytes[self._start + entry.offset : end])
+        data = bytearray(self._bytes[start:end])
         blocks = torch.frombuffer(data, dtype=torch.uint8)
         return format_.read(blocks.view(num_rows, -1, format_.block_bytes))
 

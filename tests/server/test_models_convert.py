@@ -1,7 +1,9 @@
 """Conversions: what comes out is the model that went in."""
 
+import importlib.util
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +11,26 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf import TokenType
+from gguf_models import save_gguf
+from paged import run_prompt
 from safetensors.torch import load_file
-from tiny_pairs import write_tiny_gguf
+from tiny_models import DEVICE, save_tiny_model
+from tiny_pairs import NUM_TOKENS, add_tokenizer, write_tiny_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.engine.api import ignore_progress
+from outrider.engine.config import ModelConfig
 from outrider.engine.models.architectures import eos_token_ids, load_config
+from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.gguf_file import FILE_NAME, GgufFile
+from outrider.engine.models.loading import load_network
 from outrider.server.models.convert import gguf_to_directory
 from outrider.server.models.store import ModelError
+
+needs_hybrids = pytest.mark.skipif(
+    importlib.util.find_spec("transformers.integrations.gguf") is None,
+    reason="this transformers reads no GGUF files of hybrids",
+)
 
 
 def logits(folder: Path, ids: list[int]) -> torch.Tensor:
@@ -171,6 +184,34 @@ def test_parts_that_stay_as_they_are_become_one_file(tmp_path: Path, folder: Pat
     assert file.names == whole.names
     for name in whole.names:
         assert torch.equal(file.read(name).dequantised(), whole.read(name).dequantised())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pre"),
+    [("qwen3_moe", "qwen2"), pytest.param("qwen3_5_moe_text", "qwen35", marks=needs_hybrids)],
+)
+def test_a_gguf_file_of_experts_stays_as_it_is(
+    architecture: str, pre: str, tmp_path: Path, folder: Path
+) -> None:
+    plain = save_tiny_model(
+        tmp_path / "plain", architecture, vocab_size=NUM_TOKENS, mlp_only_layers=[],
+        moe_intermediate_size=32, shared_expert_intermediate_size=32,
+    )  # fmt: skip
+    made = save_gguf(plain, tmp_path, (Type.Q8_0,), partial(add_tokenizer, pre=pre))
+    gguf_to_directory(made / FILE_NAME, folder, ignore_progress)
+    assert not [*folder.glob("*.safetensors")]
+    got, expected = load_config(folder), load_config(plain)
+    told = (
+        "head_dim", "layer_types", "model_type", "moe_intermediate_size", "norm_topk_prob",
+        "num_experts", "num_experts_per_tok", "num_hidden_layers", "tie_word_embeddings",
+    )  # fmt: skip
+    for name in told:
+        assert getattr(got, name, None) == getattr(expected, name, None), name
+    assert AutoTokenizer.from_pretrained(folder).tokenize("ab 1") == ["ab", "Ġ", "1"]
+    network = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
+    given = load_network(ModelConfig(path=str(made), dtype="float32"), DEVICE)
+    assert type(network) is Decoder
+    assert torch.equal(run_prompt(network).logits, run_prompt(given).logits)
 
 
 def test_a_part_that_is_missing_or_not_the_first_is_named(tmp_path: Path, folder: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, TokenType
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import quantize
 from mtp import save_tiny_mtp_model
 from tiny_gguf import Llama, write_out
@@ -65,11 +65,7 @@ def write_tiny_gguf(
     writer = shape.writer(path, 128, architecture, **split)
     if file_type is not None:
         writer.add_file_type(file_type)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(merges)
+    _add_vocabulary(writer, pre, tokens, types, merges)
     for role, token in ids.items():
         writer.add_uint32(f"tokenizer.ggml.{role}_token_id", tokens.index(token))
     if chat_template is not None:
@@ -86,6 +82,26 @@ def write_tiny_gguf(
         writer.add_tensor(name, values.astype(np.float32))
     write_out(writer)
     return min(path.parent.glob(f"{path.stem}-00001-of-*")) if part_tensors else path
+
+
+def add_tokenizer(writer: GGUFWriter, pre: str, end: str = "<|end|>") -> None:
+    """The same tokenizer for another file."""
+    tokens, types, merges = _vocabulary(end)
+    _add_vocabulary(writer, pre, tokens, types, merges)
+    writer.add_eos_token_id(tokens.index(end))
+
+
+NUM_TOKENS = 101  # of its vocabulary
+
+
+def _add_vocabulary(
+    writer: GGUFWriter, pre: str, tokens: list[str], types: list[TokenType], merges: list[str]
+) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
 
 
 def _vocabulary(end: str) -> tuple[list[str], list[TokenType], list[str]]:

@@ -41,6 +41,7 @@ class MtpNames(NamedTuple):
     leaves_out_first: bool  # zeros in place of the embedding of the first token that has one before
 
 
+_GGUF_PROJECTION = ".nextn.eh_proj.weight"
 _MIMO = "model.mtp_layers.0"
 _OF_MIMO = MtpNames(
     _MIMO,
@@ -299,8 +300,15 @@ def mtp_names(folder: Path) -> MtpNames:
         )
     found = MTP_HEADS[model_type]
     name = f"{found.projection}.weight"
+    gguf = folder / "model.gguf"
     try:
-        names = set(map(name_in_text, stored_tensors(folder)))
+        if gguf.is_file():
+            from ..gguf_file import GgufFile  # imports torch: seconds
+
+            has_head = any(each.endswith(_GGUF_PROJECTION) for each in GgufFile(gguf).names)
+            names = {name} if has_head else set()
+        else:
+            names = set(map(name_in_text, stored_tensors(folder)))
     except WeightFileError as error:
         raise HeadError(str(error)) from None
     if name not in names:

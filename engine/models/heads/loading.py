@@ -24,6 +24,8 @@ from ..families import FAMILIES
 from ..families.base import window_of
 from ..families.llama import Llama
 from ..formats.fp8 import rounding
+from ..gguf_checkpoint import GgufCheckpoint
+from ..gguf_file import transformers_arguments
 from ..loading import quantised_format, rounds_weights
 from ..narrow_weight import in_fp8
 from ..network import Network
@@ -308,8 +310,12 @@ def _read_mtp_head(
     hf_config: Any = load_config(folder)
     if (num_layers := getattr(hf_config, "mtp_num_hidden_layers", None) or 1) > 1:
         raise HeadError(f"its MTP head has {num_layers} layers; one is read here")
-    quantised = quantised_format(config, hf_config)
-    checkpoint = _checkpoint(config, target, report, quantised[1] if quantised else None)
+    checkpoint: AnyCheckpoint
+    if transformers_arguments(folder):
+        checkpoint = GgufCheckpoint(folder, target.dtype, target.device, report)
+    else:
+        quantised = quantised_format(config, hf_config)
+        checkpoint = _checkpoint(config, target, report, quantised[1] if quantised else None)
     family = FAMILIES[hf_config.model_type](checkpoint, hf_config)
     width = hf_config.hidden_size
     head = MtpHead(
