@@ -4,6 +4,7 @@
 """
 
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -40,6 +41,8 @@ Outputs = int | tuple[int, ...]
 
 EMBEDDING, OUTPUT_LAYER = "model.embed_tokens", "lm_head"
 _PICKLE = "pytorch_model.bin"  # the format of some heads
+# One of the tensors that describe the layer of one expert, which may lie in one of all experts'.
+_OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.(\w+)")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -105,6 +108,14 @@ class AnyCheckpoint(ABC):
         Inputs are rounded if the format rounds them and `rounds_inputs` is true. Raises as `linear`
         does.
         """
+
+    def stacks_layers(self, name: str, num_layers: int) -> bool:
+        """Whether `weight` reads so many layers, `part` of `experts.i`, from the tensor `name`,
+        `experts.part`, and those with their scales: each may be quantised.
+
+        Raises ValueError if it has another number of them.
+        """
+        return False
 
     @abstractmethod
     def unread(self) -> set[str]:
@@ -215,18 +226,40 @@ class Checkpoint(AnyCheckpoint):
         self._num_tensors = len(self._file_of)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._stored_name
+        return self._place(name)[0] in self._stored_name
+
+    def _place(self, name: str) -> tuple[str, int | None]:
+        """The name of the tensor in which a tensor lies, and which entry of it; None: all of it."""
+        found = None if name in self._stored_name else _OF_EXPERT.fullmatch(name)
+        if found:
+            stacked = f"{found[1]}.{found[3]}"
+            ends = ("",) if found[4] == "weight" else (f"_{found[4]}", f"_{found[4][7:]}")
+            for end in ends:  # transformers leaves out `weight_` in front of `scale_inv`
+                if f"{stacked}{end}" in self._stored_name:
+                    return f"{stacked}{end}", int(found[2])
+        return name, None
 
     def view(self, name: str) -> Tensor:
         """A tensor as it is stored: a view of its file, on the CPU, so that no copy is left behind.
 
-        Raises KeyError naming the tensor if there is none.
+        Raises KeyError naming the tensor if there is none, ValueError if an expert has none in it.
         """
-        stored_name = self._stored_name[name]
+        place, entry = self._place(name)
+        stored_name = self._stored_name[place]
         file = self._file_of[stored_name]
         is_loaded = isinstance(file, dict)
         view: Tensor = file[stored_name] if is_loaded else file.get_tensor(stored_name)
-        return view
+        if entry is None:
+            return view
+        if view.ndim == 0 or entry >= len(view):
+            raise ValueError(f"{place} is {tuple(view.shape)}, which has no entry {entry}")
+        return view[entry]
+
+    def stacks_layers(self, name: str, num_layers: int) -> bool:
+        if self._read is None or name not in self._stored_name:
+            return False
+        check_shape(f"the number of experts of {name}", self.view(name).shape[:1], (num_layers,))
+        return True
 
     def part(self, name: str, index: int) -> Tensor:
         """One entry of the first dimension, in its stored dtype, on the device."""
@@ -234,7 +267,7 @@ class Checkpoint(AnyCheckpoint):
         return self.view(name)[index].to(self.device)
 
     def stored(self, name: str) -> Tensor:
-        self._count(name)
+        self._count(self._place(name)[0])
         return self.view(name).to(self.device)
 
     def stacked(self, *names: str, cuts: Sequence[Cut | None] = ()) -> Tensor:
@@ -251,7 +284,7 @@ class Checkpoint(AnyCheckpoint):
         for name, view in zip(names, views, strict=True):
             out[first : first + len(view)].copy_(view)
             first += len(view)
-            self._count(name)
+            self._count(self._place(name)[0])
         return out
 
     def unread(self) -> set[str]:

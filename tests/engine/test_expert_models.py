@@ -12,7 +12,7 @@ import torch
 from engines import GREEDY, engine_config, is_greedy, prompts, run, tokens
 from heads import save_tiny_head
 from paged import PROMPT, check_against_eager, eager_logits, run_prompt
-from quantised import FORMATS, quantise, quantise_experts
+from quantised import FORMATS, quantise, quantise_experts, quantise_stacked
 from safetensors.torch import load_file, save_file
 from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor, with_stacked_experts
 from transformers import AutoModelForCausalLM
@@ -315,6 +315,46 @@ def test_experts_in_any_format_are_those_that_the_codes_mean(
         num_numbers = sum(weight.shape[0] * weight.shape[1] for weight in weights) * taken
         bits = 8 * sum(weight.num_bytes for weight in weights) / num_numbers
         assert bits < (9 if "8" in name else 6)
+
+
+@pytest.mark.parametrize("name", ["fp8 of blocks", "modelopt nvfp4"])
+def test_experts_of_a_layer_may_share_their_tensors_in_any_format(
+    name: str, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    plain = tiny_model("qwen3_moe", scale=0.1, hidden_size=64, moe_intermediate_size=48)
+    path = quantise_stacked(plain, tmp_path, name)
+    network = load(path)
+    assert type(network) is Decoder
+    expected = eager_logits(tmp_path / "meant")
+    torch.testing.assert_close(run_prompt(network).logits, expected, rtol=1e-3, atol=1e-3)
+    assert (eager_logits(plain) - expected).norm() > 1e-2 * expected.norm()
+    whole = "model.layers.0.mlp.experts.gate_up_proj"
+    change_tensor(path, whole, lambda tensor: tensor[:5].clone())
+    with pytest.raises(UnsupportedModelError, match=f"of experts of {whole} is 5; .* must be 6"):
+        load(path)
+    change_tensor(path, whole, lambda tensor: torch.cat((tensor, tensor[:1])))
+    scale = f"{whole}_{'scale_inv' if 'fp8' in name else 'weight_scale_2'}"
+    change_tensor(path, scale, lambda tensor: tensor.flatten()[0].clone())
+    with pytest.raises(UnsupportedModelError, match=rf"{scale} is \(\), which has no entry 0"):
+        load(path)
+
+
+def test_plain_experts_that_share_a_tensor_are_rounded_on_the_way(
+    tiny_model: Tiny, tmp_path: Path
+) -> None:
+    plain = tiny_model("qwen3_moe", scale=0.1)
+    path = Path(shutil.copytree(plain, tmp_path / "stacked"))
+    tensors = with_stacked_experts(load_file(path / "model.safetensors"))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    each, together = (
+        load_network(ModelConfig(path=str(of), dtype="float32", quantization="fp8"), DEVICE)
+        for of in (plain, path)
+    )
+    expected = each.blocks[0].mlp.gate_up.weight.dequantised()
+    assert torch.equal(together.blocks[0].mlp.gate_up.weight.dequantised(), expected)
+    whole = tensors["model.layers.0.mlp.experts.gate_up_proj"].flatten(0, 1).to(DEVICE)
+    assert 1e-3 < (expected - whole).norm() / whole.norm() < 0.05
 
 
 @pytest.mark.parametrize("is_draft", [False, True])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import with_stacked_experts
 from torch import Tensor
 
 # A layer's tensors by the ends of their names, and the matrix that they stand for.
@@ -37,6 +38,26 @@ def quantise(plain: Path, folder: Path, name: str, *, leave: tuple[str, ...] = (
         made, meant[key] = format_.make(tensor)
         quantised |= {f"{layer}.{end}": value.contiguous() for end, value in made.items()}
     return _written(plain, folder, quantised, meant, format_.config)
+
+
+def quantise_stacked(plain: Path, folder: Path, name: str) -> Path:
+    """Like `quantise`, for experts alone, those of a layer in one tensor."""
+    tensors = load_file(plain / "model.safetensors")
+    quantised, meant = {}, dict(tensors)
+    for key, tensor in with_stacked_experts(tensors).items():
+        if key in tensors:
+            quantised[key] = tensor
+            continue
+        experts, part = key.rsplit(".", 1)
+        made = [FORMATS[name].make(matrix) for matrix in tensor]
+        for end in made[0][0]:
+            suffix = "" if end == "weight" else f"_{end}".replace("_weight_scale_inv", "_scale_inv")
+            quantised[key + suffix] = torch.stack([each[end] for each, _ in made])
+        for i, (_, matrix) in enumerate(made):
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            for one, half in zip(parts, matrix.chunk(len(parts)), strict=True):
+                meant[f"{experts}.{i}.{one}.weight"] = half.contiguous()
+    return _written(plain, folder, quantised, meant, FORMATS[name].config)
 
 
 def quantise_experts(plain: Path, folder: Path) -> Path:

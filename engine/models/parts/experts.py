@@ -24,7 +24,7 @@ from outrider.kernels.model.row_codes import Normed
 
 from ..admission import UnsupportedModelError
 from ..attention import ForwardBatch
-from ..checkpoint import AnyCheckpoint, Lent
+from ..checkpoint import AnyCheckpoint, Lent, Outputs
 from ..narrow_weight import Narrow
 from ..shares import Cut
 from ..weights import Axis, Dense, Layer, Linear, Matrix, Unrounded, Weight
@@ -166,7 +166,10 @@ def read_experts(
     Raises as AnyCheckpoint.linear does, and UnsupportedModelError if no kernel takes the matrices.
     """
     num_out, whole = sum(sizes.values()), f"{name}.{stored}"
-    if whole in tensors:
+    parts: dict[str, Outputs] = dict(sizes)
+    if tensors.stacks_layers(whole, num_experts):
+        parts = {stored: tuple(sizes.values())}
+    elif whole in tensors:
         sections = tuple(sizes.values()) if axis == "outputs" else ()
         cut = Cut(axis, sections, lead=1)
         matrix = tensors.tensor(whole, num_experts, num_out, num_inputs, cut=cut).flatten(0, 1)
@@ -174,7 +177,7 @@ def read_experts(
     each = [
         tensors.weight(
             num_inputs,
-            {f"{name}.{i}.{part}": size for part, size in sizes.items()},
+            {f"{name}.{i}.{part}": size for part, size in parts.items()},
             axis,
             rounds_inputs=False,
         )
