@@ -51,7 +51,8 @@ class SpeculationConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     page_size_tokens: int = 16
-    dtype: str = "auto"  # of keys and values: auto (the model's) | fp8 (CUDA; rounds them)
+    # Of keys and values: auto (on CUDA the checkpoint's, else the model's) | fp8 (CUDA) | model.
+    dtype: str = "auto"
     num_pages: int | None = None  # None: as many as fit in memory
     memory_fraction: float = 0.5  # CPU only: share of the memory left free by the models
     prefix_caching: bool = True

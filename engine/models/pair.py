@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from ..api import ReportProgress, ignore_progress
 from ..config import ConfigError, EngineConfig
 from ..state.slots import Slots
 from .checkpoint import ReportCounts
+from .formats import rounds_cache
 from .groups import grouped
 from .heads.config import HeadError, head_kind
 from .heads.head import Head
@@ -23,21 +25,28 @@ from .shares import Share
 log = logging.getLogger(__name__)
 
 
-def _cache_dtype(name: str, device: torch.device) -> torch.dtype | None:
-    if name == "auto":
+def _cache_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | None:
+    name = config.cache.dtype
+    if name not in ("auto", "fp8", "model"):
+        raise ValueError(f"cache.dtype is {name!r}; it may be auto, fp8 or model")
+    if name == "model" or (name == "auto" and not rounds_cache(Path(config.target.path))):
         return None
-    if name != "fp8":
-        raise ValueError(f"cache.dtype is {name!r}; it may be auto or fp8")
+    reason = None
     if not uses_triton(torch.empty(0, device=device)):
-        raise ValueError("cache.dtype is fp8, which is read on a GPU only; leave it at auto")
-    if device.type == "cuda" and not converts_fp8(device):
-        name = torch.cuda.get_device_name(device)
-        raise ValueError(f"cache.dtype is fp8, which {name} does not support; leave it at auto")
-    log.warning(
-        "cache.dtype is fp8: keys and values are rounded to 8 bits, so that this is another model "
-        "than with a cache of its own dtype"
-    )
-    return torch.float8_e4m3fn
+        reason = "is read on a GPU only"
+    elif device.type == "cuda" and not converts_fp8(device):
+        reason = f"{torch.cuda.get_device_name(device)} does not support"
+    if name == "fp8" and reason:
+        raise ValueError(f"cache.dtype is fp8, which {reason}; leave it at auto")
+    if name == "auto":
+        kept = f"the model's dtype, as FP8 {reason}" if reason else "FP8"
+        log.info("the checkpoint keeps keys and values in FP8; here they are in %s", kept)
+    else:
+        log.warning(
+            "cache.dtype is fp8: keys and values are rounded to 8 bits, so that this is another "
+            "model than with a cache of its own dtype"
+        )
+    return None if reason else torch.float8_e4m3fn
 
 
 def load_target(
@@ -50,7 +59,7 @@ def load_target(
         device,
         report,
         batch_invariant=config.batch_invariant,
-        cache_dtype=_cache_dtype(config.cache.dtype, device),
+        cache_dtype=_cache_dtype(config, device),
         share=share or Share(0, config.target.tensor_parallel),
     )
 
@@ -69,7 +78,7 @@ class ModelPair:
     ) -> None:
         """`shared` makes of the first rank's share what runs on all, if ranks share the target."""
         device = torch.device(config.device)
-        cache_dtype = _cache_dtype(config.cache.dtype, device)
+        cache_dtype = _cache_dtype(config, device)
         self.target = shared(load_target(config, partial(report, "loading the target")))
         self.draft: Network | None = None
         self.head: Head | None = None

@@ -186,11 +186,12 @@ class CacheSettings(Section):
     """The paged KV cache."""
 
     page_size_tokens: int = Field(default=16, ge=1, le=1024, description="Tokens per page.")
-    dtype: Literal["auto", "fp8"] = Field(
+    dtype: Literal["auto", "fp8", "model"] = Field(
         default="auto",
-        description="Format of keys and values. auto: the model's dtype. fp8, on cuda: half of "
-        "its memory, so that twice as many tokens fit; rounding them to 8 bits makes it another "
-        "model. Scales are the checkpoint's, or 1.",
+        description="Format of keys and values. auto: fp8 if the checkpoint says so and the GPU "
+        "has it, else the model's dtype. fp8, on cuda: half of its memory, so that twice as many "
+        "tokens fit; rounding them to 8 bits changes the outputs slightly. Scales are the "
+        "checkpoint's, or 1. model: the model's dtype, whatever the checkpoint says.",
     )
     num_pages: int | None = Field(
         default=None,

@@ -1,5 +1,6 @@
 """Keys and values in FP8: half the bytes, and the answers of a model that rounds them."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
+from outrider.engine.models import pair
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network
 
+DTYPES = ("auto", "model")
 ON_GPU = DEVICE.type == "cuda"
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 
@@ -119,12 +122,46 @@ def test_a_token_takes_a_byte_a_number(tiny_model: Tiny) -> None:
 @pytest.mark.skipif(HAS_KERNELS, reason="says what a CPU refuses")
 @pytest.mark.parametrize(
     ("dtype", "reason"),
-    [("fp8", "cache.dtype is fp8, which is read on a GPU only"), ("int8", "may be auto or fp8")],
+    [
+        ("fp8", "cache.dtype is fp8, which is read on a GPU only"),
+        ("int8", "may be auto, fp8 or model"),
+    ],
 )
 def test_what_is_not_served_is_refused(dtype: str, reason: str, tiny_model: Tiny) -> None:
     config = engine_config(tiny_model(), k=0)
     with pytest.raises(ValueError, match=reason):
         Engine(replace(config, cache=replace(config.cache, dtype=dtype)))
+
+
+@pytest.mark.parametrize(
+    ("file", "told", "is_rounded"),
+    [
+        ("config.json", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, True),
+        ("config.json", {"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, False),
+        ("config.json", {"kv_cache_scheme": None}, False),
+        ("hf_quant_config.json", {"kv_cache_quant_algo": "FP8"}, True),
+        ("hf_quant_config.json", {"kv_cache_quant_algo": None}, False),
+    ],
+)
+def test_a_checkpoint_may_say_so(
+    file: str, told: dict[str, Any], is_rounded: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    given: dict[str, Any] = {"config.json": {"text_config": {}}}
+    if file == "config.json":
+        given[file] = {"text_config": {"quantization_config": told}}
+    else:
+        given[file] = {"quantization": {"quant_algo": "NVFP4", **told}}
+    for name, content in given.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    config = engine_config(tmp_path, k=0)
+    modes = {dtype: replace(config, cache=replace(config.cache, dtype=dtype)) for dtype in DTYPES}
+    found = []
+    for has_fp8 in (True, False):
+        monkeypatch.setattr(pair, "uses_triton", lambda tensor, has_fp8=has_fp8: has_fp8)
+        cpu = torch.device("cpu")
+        found += [pair._cache_dtype(modes[name], cpu) for name in ("auto", "model")]
+    assert found == [torch.float8_e4m3fn if is_rounded else None, None, None, None]
 
 
 @pytest.mark.gpu

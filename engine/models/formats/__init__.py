@@ -26,6 +26,7 @@ FORMATS: dict[str, Callable[[dict[str, Any]], Read]] = {
     "mxfp4": mxfp4.reader,
 }
 _KEYS = ("quantization_config", "compression_config")
+_FP8_CACHE = (8, "float", False)  # num_bits, type and dynamic of a kv_cache_scheme
 _MODELOPT = "hf_quant_config.json"  # has the format if the configuration has none
 
 
@@ -55,6 +56,24 @@ def take_format(hf_config: PreTrainedConfig, folder: Path) -> tuple[str, Read] |
         return name, FORMATS[name](settings)
     except UnsupportedModelError as reason:
         raise refused_format(f"{name}: {reason}") from None
+
+
+def rounds_cache(folder: Path) -> bool:
+    """Whether the checkpoint in a model directory says that keys and values are kept in FP8."""
+    told: list[dict[str, Any]] = []
+    if (folder / "config.json").is_file():
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        for of in (config, config.get("text_config") or {}):
+            told += [of[key] for key in _KEYS if of.get(key)]
+    if not told and (folder / _MODELOPT).is_file():
+        told = [_settings_of(folder / _MODELOPT)]
+    for settings in told:
+        scheme = settings.get("kv_cache_scheme") or {}
+        if (scheme.get("num_bits"), scheme.get("type"), scheme.get("dynamic", False)) == _FP8_CACHE:
+            return True
+        if settings.get("kv_cache_quant_algo") == "FP8":
+            return True
+    return False
 
 
 def _settings_of(path: Path) -> dict[str, Any]:
