@@ -6,19 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from engines import GREEDY, engine_config, prompts
 from gguf import GGMLQuantizationType as Type
 from gguf_models import save_gguf
-from mtp import PlainHybrid, save_tiny_hybrid
+from mtp import check_drafts, save_tiny_hybrid
 from paged import PROMPT, run_prompt
-from tiny_models import DEVICE, VOCAB, save_tiny_model
+from tiny_models import DEVICE, save_tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from verification import HAS_KERNELS
 
-from outrider.engine.api import NewRequest
 from outrider.engine.config import ModelConfig
-from outrider.engine.engine import Engine
 from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.gguf_architectures import Hybrid, architecture_of
@@ -122,20 +119,8 @@ def test_an_mtp_head_in_the_file_drafts_what_its_codes_mean(
     path = save_gguf(plain, tmp_path, (Type.Q8_0,))
     assert why_misread(GgufFile(path / "model.gguf")) is None
     caplog.set_level(logging.WARNING)
-    engine = Engine(engine_config(path, path, k=2))
-    assert engine.info.proposer == "mtp"
+    check_drafts(path, tmp_path / "meant")
     assert "not read" not in caplog.text
-    [known], head = prompts([9], VOCAB), PlainHybrid(tmp_path / "meant")
-    new = NewRequest(request_id="", prompt_token_ids=known, params=GREEDY, returns_drafts=True)
-    engine.submit([new])
-    known, num_drafts = list(known), 0
-    while engine.has_work():
-        for output in engine.step():
-            if drafts := output.draft_token_ids:
-                assert drafts == head.drafts(known, len(drafts))
-                num_drafts += len(drafts)
-            known += output.token_ids
-    assert num_drafts > 20
     with pytest.raises(HeadError, match="its files hold no MTP head"):
         mtp_names(save(tmp_path / "none", "qwen3_5_text"))
 

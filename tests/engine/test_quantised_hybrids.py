@@ -4,16 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import GREEDY, engine_config, prompts
-from mtp import PlainHybrid, save_tiny_hybrid
+from mtp import check_drafts, save_tiny_hybrid
 from paged import PROMPT, run_prompt
 from quantised import quantise
-from tiny_models import DEVICE, VOCAB
+from tiny_models import DEVICE
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.api import NewRequest
 from outrider.engine.config import ModelConfig
-from outrider.engine.engine import Engine
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.loading import load_network
 
@@ -33,6 +30,7 @@ PUBLISHED = {
     "awq": (*SMALL, "mtp."),
     "ct 4 bits": SMALL,
     "ct fp8 of rows": (*SMALL, "mtp."),
+    "modelopt mixed": (*SMALL, "mtp."),
 }
 
 
@@ -63,16 +61,4 @@ def test_a_hybrid_computes_what_its_codes_mean(
         expected = eager.to(DEVICE)(PROMPT[None]).logits[0]
     torch.testing.assert_close(run_prompt(network).logits, expected, rtol=1e-3, atol=1e-3)
 
-    engine = Engine(engine_config(path, path, k=2))
-    assert engine.info.proposer == "mtp"
-    [known], head = prompts([9], VOCAB), PlainHybrid(tmp_path / "meant")
-    new = NewRequest(request_id="", prompt_token_ids=known, params=GREEDY, returns_drafts=True)
-    engine.submit([new])
-    known, num_drafts = list(known), 0
-    while engine.has_work():
-        for output in engine.step():
-            if drafts := output.draft_token_ids:
-                assert drafts == head.drafts(known, len(drafts))
-                num_drafts += len(drafts)
-            known += output.token_ids
-    assert num_drafts > 20
+    check_drafts(path, tmp_path / "meant")

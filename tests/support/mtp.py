@@ -8,11 +8,15 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as functional
+from engines import GREEDY, engine_config, prompts
 from heads import PlainLayers, causal
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny_model, with_stacked_experts
+from tiny_models import VOCAB, save_tiny_model, with_stacked_experts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+
+from outrider.engine.api import NewRequest
+from outrider.engine.engine import Engine
 
 LAYER = "model.mtp_layers.0"
 
@@ -102,6 +106,23 @@ def save_tiny_hybrid(path: Path, architecture: str = "qwen3_5_text", **overrides
 def _full_layer(path: Path) -> int:
     layer_types: list[str] = json.loads((path / "config.json").read_text())["layer_types"]
     return layer_types.index("full_attention")
+
+
+def check_drafts(path: Path, meant: Path) -> None:
+    """Answer with the hybrid at `path`; its MTP head must draft what that of `meant` drafts."""
+    engine = Engine(engine_config(path, path, k=2))
+    assert engine.info.proposer == "mtp"
+    [known], head = prompts([9], VOCAB), PlainHybrid(meant)
+    new = NewRequest(request_id="", prompt_token_ids=known, params=GREEDY, returns_drafts=True)
+    engine.submit([new])
+    known, num_drafts = list(known), 0
+    while engine.has_work():
+        for output in engine.step():
+            if drafts := output.draft_token_ids:
+                assert drafts == head.drafts(known, len(drafts))
+                num_drafts += len(drafts)
+            known += output.token_ids
+    assert num_drafts > 20
 
 
 class PlainHybrid:
