@@ -5,13 +5,20 @@ them; all ranks must make the same calls in the same order.
 """
 
 import contextlib
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from outrider.kernels.model.split_product import PeerParts, add_parts
+
+from .peer_memory import MOST_BYTES, PeerMemory
+
+log = logging.getLogger(__name__)
 
 _torch_dist: Any = dist
 # One name before torch 2.13, the other since.
@@ -29,12 +36,16 @@ class Group:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.is_apart = True
+        self._peers: PeerMemory | None = None
 
     def join(self, meeting_point: str, device: torch.device) -> None:
         """Meet the other ranks over a file, which all of them have open."""
         # All ranks are on this machine, whatever its name resolves to.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
+        # A program that dies while it uses NVLink's multicast may leave the host without its GPUs.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -46,9 +57,33 @@ class Group:
         # The first call connects, which a graph cannot capture.
         self.broadcast(torch.zeros(1, device=device))
         self.gather(torch.zeros(1, 1, device=device))
+        if on_gpu and MOST_BYTES > 0:
+            self._peers = self._meet_peers(device)
+
+    def _meet_peers(self, device: torch.device) -> PeerMemory | None:
+        """Memory that the GPUs share, if an exchange over it gives all ranks the right sum."""
+        try:
+            peers = PeerMemory(device)
+        except RuntimeError as error:
+            log.info("GPUs cannot read each other's memory: %s", error)
+            peers = None
+        own = torch.arange(64.0, device=device).add_(self.rank)[None]
+        parts, is_right = self.gather(own), peers is not None
+        if peers is not None:
+            peers.begin()
+            place = peers.place(own)
+            assert place is not None
+            place.copy_(own)
+            total = torch.zeros_like(own)
+            add_parts(total, peers.parts(), None)
+            is_right = torch.equal(total, parts.sum(0))
+        is_right = bool(self.gather(own.new_full((1, 1), is_right)).all())
+        log.info("GPUs read small parts of sums %s", "of each other" if is_right else "by NCCL")
+        return peers if is_right else None
 
     def leave(self) -> None:
         if dist.is_initialized():
+            self._peers = None
             dist.destroy_process_group()
         self.is_apart = True
 
@@ -65,6 +100,23 @@ class Group:
         """Rank 0's x replaces that of the others, in place."""
         if not self.is_apart:
             dist.broadcast(x, 0)
+
+    def begin_pass(self) -> None:
+        """In front of the sums of a pass."""
+        if self._peers is not None and not self.is_apart:
+            self._peers.begin()
+
+    def parts(self, like: Tensor, compute: Callable[[Tensor | None], Tensor]) -> Tensor | PeerParts:
+        """The parts of a sum that all ranks compute, in their order.
+
+        `compute` returns this rank's, and writes it to where it is told, if it is told. Either way
+        the parts have the same bits. Shape: [T, N], as `like`
+        """
+        place = None if self._peers is None or self.is_apart else self._peers.place(like)
+        if self._peers is None or place is None:
+            return self.gather(compute(None))
+        compute(place)
+        return self._peers.parts()
 
     def gather(self, x: Tensor) -> Tensor:
         """The x of all ranks, in their order. Shape: [T, N] -> [size, T, N]."""

@@ -19,7 +19,7 @@ from outrider.kernels.model.expert_matrix import Glu
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Routing
 from outrider.kernels.model.row_codes import Normed
-from outrider.kernels.model.split_product import add_parts, add_parts_reference
+from outrider.kernels.model.split_product import PeerParts, add_parts, add_parts_reference
 
 from ..models.attention import ForwardBatch
 from ..models.blocks import Block
@@ -81,6 +81,7 @@ class SharedDecoder(Decoder):
 
     def run(self, packed: Tensor, shape: Shape) -> Pass:
         # Only the slots of rank 0 know how far sequences have come, and their tokens.
+        self._group.begin_pass()
         self._group.broadcast(self._slots.num_tokens)
         return super().run(packed, shape)
 
@@ -140,7 +141,8 @@ class SummedOverRanks(Matrix):
     def add_to(
         self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
     ) -> Normed | None:
-        return _add_of_all(self._group, residual, self._weight.multiply(x, None), bias, norm)
+        parts = self._group.parts(residual, lambda out: self._weight.multiply(x, None, out=out))
+        return _add(residual, parts, bias, norm)
 
     def dequantised(self) -> Tensor:
         """Of this rank alone."""
@@ -167,9 +169,13 @@ class ExpertsOverRanks(ExpertWeights):
         self, x: Tensor, gated: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
     ) -> Normed | None:
         assert bias is None, "it would be added by each rank"
-        part = torch.zeros_like(x)
-        self._weight.add_to(part, gated, routing, None, None)
-        return _add_of_all(self._group, x, part, None, norm)
+
+        def compute(out: Tensor | None) -> Tensor:
+            part = torch.zeros_like(x) if out is None else out.zero_()
+            self._weight.add_to(part, gated, routing, None, None)
+            return part
+
+        return _add(x, self._group.parts(x, compute), None, norm)
 
     def dequantised(self) -> Tensor:
         """Of this rank alone."""
@@ -179,12 +185,11 @@ class ExpertsOverRanks(ExpertWeights):
         return self
 
 
-def _add_of_all(
-    group: Group, residual: Tensor, part: Tensor, bias: Tensor | None, norm: Norm | None
+def _add(
+    residual: Tensor, parts: Tensor | PeerParts, bias: Tensor | None, norm: Norm | None
 ) -> Normed | None:
     """Add the parts of all ranks, in their order, and then the bias. Shape: [T, N] each."""
-    parts = group.gather(part)
-    if uses_triton(residual):
+    if isinstance(parts, PeerParts) or uses_triton(residual):
         return add_parts(residual, parts, norm, bias)
     add_parts_reference(residual, parts, bias)
     return None

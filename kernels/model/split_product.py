@@ -8,6 +8,8 @@ Here they are always split. The kernel that adds the parts has each row whole, s
 it as well.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,12 @@ from .rms_norm import Norm, block_of_row, normed_row
 from .row_codes import Normed, empty_rows, store_codes
 
 _MIN_LARGE_WEIGHTS = 1 << 24
+
+
+class PeerParts(NamedTuple):
+    """Parts in the memories of several GPUs, of the residual's dtype and shape."""
+
+    addresses: Tensor  # [splits] int64
 
 
 def can_split(x: Tensor, weight: Tensor) -> bool:
@@ -51,7 +59,7 @@ def _num_library_splits(weight: Tensor) -> int:
 
 def add_parts(
     residual: Tensor,
-    parts: Tensor,
+    parts: Tensor | PeerParts,
     norm: Norm | None,
     bias: Tensor | None = None,
     out: Tensor | None = None,
@@ -65,7 +73,11 @@ def add_parts(
     Shape: residual and out [T, N] dense, parts [splits, T, N] of any dtype, bias [N], num_real [1]
     -> [T, N] or None
     """
-    num_splits, num_rows, width = parts.shape
+    num_rows, width = residual.shape
+    by_address = isinstance(parts, PeerParts)
+    if isinstance(parts, PeerParts):
+        parts = parts.addresses
+    assert by_address or parts.shape[1:] == residual.shape
     assert residual.is_contiguous()
     format_ = norm.rounds if norm is not None else None
     rows = empty_rows(residual, format_) if format_ is not None else None
@@ -85,7 +97,8 @@ def add_parts(
         NUM_IN=width,
         WIDTH=format_.width if format_ is not None else 0,
         GROUP=format_.group if format_ is not None else 0,
-        SPLITS=num_splits,
+        SPLITS=len(parts),
+        BY_ADDRESS=by_address,
         **block_of_row(width if format_ is None else format_.width),
         **dependent_launch(residual.device),
     )
@@ -106,7 +119,7 @@ def _add_parts_kernel(
     out_ptr,  # as residual, or None
     codes_ptr,  # [num_rows, WIDTH] or None
     codes_scale_ptr,  # [num_rows, groups] or None
-    parts_ptr,  # [SPLITS, num_rows, NUM_IN]
+    parts_ptr,  # [SPLITS, num_rows, NUM_IN], or [SPLITS] addresses of such
     bias_ptr,  # [NUM_IN] or None
     norm_ptr,  # [NUM_IN] or None
     eps,
@@ -116,6 +129,7 @@ def _add_parts_kernel(
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
+    BY_ADDRESS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -134,7 +148,12 @@ def _add_parts_kernel(
     if num_real_ptr is not None:
         has_parts = mask & (row < tl.load(num_real_ptr))
     for split in tl.static_range(SPLITS):
-        part = tl.load(parts_ptr + split * stride + at, mask=has_parts, other=0.0)
+        if BY_ADDRESS:
+            first = tl.load(parts_ptr + split).to(tl.pointer_type(residual_ptr.dtype.element_ty))
+            first = tl.multiple_of(first, 16)
+        else:
+            first = parts_ptr + split * stride
+        part = tl.load(first + at, mask=has_parts, other=0.0)
         y += part.to(tl.float32)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)

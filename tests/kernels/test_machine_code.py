@@ -22,7 +22,7 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.routing import Routing
 from outrider.kernels.model.row_codes import round_rows
 from outrider.kernels.model.scaled_linear import scaled_linear
-from outrider.kernels.model.split_product import add_parts
+from outrider.kernels.model.split_product import PeerParts, add_parts
 
 machine_code = pytest.importorskip("machine_code", exc_type=ImportError)
 pytestmark = [
@@ -151,8 +151,9 @@ def test_kernels_norm_a_row_in_one_way(width: int) -> None:
         add_parts(x, parts, norm)
         round_rows(x, matrix.row_format, norm)
         add_parts(x, parts, norm._replace(rounds=matrix.row_format))
+        add_parts(x, PeerParts(empty(2, dtype=torch.int64)), norm)
     layouts = [layout_of_sum(kernel) for kernel in kernels]
-    assert layouts[0] == layouts[1]
+    assert layouts[0] == layouts[1] == layouts[4]
     assert layouts[2] == layouts[3]
     # Its bits depend on whether the compiler knows the divisor.
     assert not any("div.full" in kernel.asm["ptx"] for kernel in kernels)

@@ -30,7 +30,7 @@ from outrider.kernels.model.scaled_linear import (
     scaled_linear_reference,
 )
 from outrider.kernels.model.scaled_product import parts_of
-from outrider.kernels.model.split_product import add_parts
+from outrider.kernels.model.split_product import PeerParts, add_parts
 
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 # Kind, group, outputs of a scale.
@@ -187,6 +187,20 @@ def test_adding_parts_may_round_the_norm_of_the_sum(format_: tuple[Kind, int, in
     assert torch.equal(got.codes.float(), expected.codes.float())
     matrix = make(format_, 48, 300)
     assert torch.equal(scaled_linear(got, matrix), scaled_linear(normed, matrix))
+
+
+@needs_kernels
+def test_parts_are_added_where_they_lie() -> None:
+    randn = normals(dtype=torch.bfloat16)
+    residual, norm, parts = randn(5, 304), Norm(randn(304), 1e-5), [randn(5, 304) for _ in range(3)]
+    same = residual.clone()
+    addresses = torch.tensor([part.data_ptr() for part in parts], device=DEVICE)
+    expected = add_parts(same, torch.stack(parts), norm)
+    got = add_parts(residual, PeerParts(addresses), norm)
+    assert torch.equal(residual, same)
+    assert isinstance(got, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert torch.equal(got, expected)
 
 
 @needs_kernels
