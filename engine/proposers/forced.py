@@ -36,7 +36,9 @@ class ForcedTokens(Lookup):
     """
 
     def __init__(self, token_bytes: Sequence[bytes], slots: Slots) -> None:
-        super().__init__("grammar", lambda r: _Forced(r) if r.params.grammar else None, slots)
+        super().__init__(
+            "grammar", lambda r: _Forced(r) if r.params.grammar else None, slots, most_pause=0
+        )
         self._token_bytes = token_bytes
 
     def prepare(self, most: dict[Request, int]) -> None:

@@ -33,26 +33,63 @@ class Text(Protocol):
         """What may follow these known tokens, at most so many; None: nothing is known of it."""
 
 
+MOST_PAUSE = 32  # tokens between lookups of a sequence
+
 Wished = list[tuple[ScheduledRequest, list[int]]]
+
+
+class _Pauses:
+    """How long lookups that bring nothing pause, over all sequences of a source, in tokens."""
+
+    _LONGER, _SHORTER = 1.1, 0.8
+
+    def __init__(self, most: int) -> None:
+        self._most, self._usual = most, 1.0
+
+    def after(self, pause: float) -> float:
+        """The next pause of a sequence whose last one was so long, and brought nothing again."""
+        self._usual *= self._LONGER
+        self._usual = min(self._most, max(1.0, self._usual))
+        return min(self._most, max(2 * pause, self._usual))
+
+    def end(self) -> None:
+        """A sequence is drafted for."""
+        self._usual *= self._SHORTER
 
 
 class _Line:
     """What the text of one request has had next, and how often that came true.
 
     It learns from the tokens that come, whoever drafted them, and even if nobody did.
+
+    A lookup takes the host's time, and beside a small model that is a part of every step. So the
+    pause behind one that is not drafted from doubles, up to MOST_PAUSE tokens. A new sequence takes
+    over the pause that is usual.
     """
 
-    def __init__(self, text: Text, hits: Hits) -> None:
-        """`hits` are those of all sequences."""
-        self.text, self._hits = text, hits
+    def __init__(self, text: Text, hits: Hits, pauses: _Pauses) -> None:
+        """`hits` and `pauses` are those of all sequences."""
+        self.text, self._hits, self._pauses = text, hits, pauses
         self._own_hits = OwnHits()
         self._found: Found | None = None
         self._num_known = 0
+        self._pause = 0.0
+
+    def is_due(self, num_known: int) -> bool:
+        """Whether to look: at first, again behind the same tokens, or after a pause."""
+        since = num_known - self._num_known
+        return since in (0, num_known) or since >= self._pause
+
+    def drafts(self) -> None:
+        """It is drafted from in this step or, if the host must wait, in the next."""
+        self._pause = 0.0
+        self._pauses.end()
 
     def find(self, token_ids: list[int]) -> tuple[Found, float] | None:
         """What may come next, and the chance of each token if those before it have come."""
-        self._learn(token_ids[self._num_known :])
-        self._num_known = len(token_ids)
+        if len(token_ids) > self._num_known:
+            self._learn(token_ids[self._num_known :])
+            self._num_known, self._pause = len(token_ids), self._pauses.after(self._pause)
         self._found = found = self.text.find(token_ids, 2 * MAX_DRAFTS + 1)
         if found is None:
             return None
@@ -87,13 +124,14 @@ class Lookup(Source):
         text_of: Callable[[Request], Text | None],
         slots: Slots,
         keep_answer: Callable[[Request], None] = lambda _: None,
+        most_pause: int = MOST_PAUSE,
     ) -> None:
         """`keep_answer` gets each request that has ended."""
         self.name = name
         self._keep_answer = keep_answer
         self._text_of = text_of
         self._slots = slots
-        self._hits = Hits()
+        self._hits, self._pauses = Hits(), _Pauses(most_pause)
         self._lines: WeakKeyDictionary[Request, _Line | None] = WeakKeyDictionary()
 
     def forget(self, request: Request) -> None:
@@ -104,8 +142,10 @@ class Lookup(Source):
 
     def wish(self, request: Request) -> Wish | None:
         line = self._line(request)
-        sight = line and line.find(request.token_ids)
-        if not sight:
+        if line is None or not line.is_due(len(request.token_ids)):
+            return None
+        sight = line.find(request.token_ids)
+        if sight is None:
             return None
         found, chance = sight
         coming, num_assumed = request.drafts_in_flight, 0
@@ -119,11 +159,12 @@ class Lookup(Source):
         return Wish(self.name, drafts, chances[num_assumed:], waits=coming is None)
 
     def propose(self, plan: Plan, wanted: Counts) -> Counts:
-        wished = [
-            (s, s.wish.drafts[: s.max_drafts])
-            for s in plan.drawing
-            if s.wish is not None and s.wish.source == self.name
-        ]
+        wished = []
+        for s in plan.drawing:
+            if s.wish is not None and s.wish.source == self.name:
+                wished.append((s, s.wish.drafts[: s.max_drafts]))
+                if (line := self._line(s.request)) is not None:
+                    line.drafts()
         found = [(s.request, drafts) for s, drafts in self._allowed(wished) if drafts]
         self._slots.write_drafts(found)
         return {request.slot: len(drafts) for request, drafts in found if request.slot is not None}
@@ -140,5 +181,5 @@ class Lookup(Source):
     def _line(self, request: Request) -> _Line | None:
         if request not in self._lines:
             text = self._text_of(request)
-            self._lines[request] = None if text is None else _Line(text, self._hits)
+            self._lines[request] = None if text is None else _Line(text, self._hits, self._pauses)
         return self._lines[request]

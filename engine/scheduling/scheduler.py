@@ -292,10 +292,11 @@ class Scheduler:
                 best, count, gain = wish, num_drafts, expected / (1 + wish.waits)
         if best is None:
             return
+        scheduled.wish = best
         if best.waits:
             scheduled.max_drawn = scheduled.max_drafts = 0
             return
-        scheduled.wish, scheduled.max_drafts = best, count
+        scheduled.max_drafts = count
         self._worth.take(count, gain)
 
     def _may_draft(self, request: Request) -> bool:

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from itertools import accumulate, pairwise, repeat
 from operator import mul
+from types import SimpleNamespace
 
 import pytest
 from engines import GREEDY, engine_config, lagging, prompts, run, tokens
@@ -80,7 +81,7 @@ class Scripted:
 
 def test_a_source_learns_from_what_it_finds_though_nobody_drafts_it() -> None:
     """So it drafts nothing where nothing comes true, and soon again where something does."""
-    source = Lookup("suffix", lambda _: Scripted(), None)  # type: ignore[arg-type]
+    source = Lookup("suffix", lambda _: Scripted(), None, most_pause=0)  # type: ignore[arg-type]
 
     def asked(tokens: list[int]) -> list[int]:
         """How many drafts pay, step after step, of a sequence that gets these tokens."""
@@ -97,6 +98,42 @@ def test_a_source_learns_from_what_it_finds_though_nobody_drafts_it() -> None:
     assert not any(asked([8] * 20))  # another sequence need not find out again
     counts = asked([8] * 10 + [7] * 20)
     assert counts[10] == 0 < counts[-1]
+
+
+def test_lookups_that_bring_nothing_pause_longer_and_longer() -> None:
+    """They take time of the host, which a step of a small model has none to spare."""
+    looked = []
+
+    class Counted(Scripted):
+        def find(self, token_ids: list[int], num_tokens: int) -> Found | None:
+            looked.append(len(token_ids))
+            return super().find(token_ids, num_tokens)
+
+    source = Lookup("suffix", lambda _: Counted(), None)  # type: ignore[arg-type]
+
+    def places(num_tokens: int, *, drafted_at: int = -1) -> list[int]:
+        """Behind how many tokens of an answer it was looked up."""
+        looked.clear()
+        new = NewRequest(request_id="0", prompt_token_ids=[1], params=GREEDY)
+        request = Request(new)
+        for at in range(num_tokens):
+            wish = source.wish(request)
+            if at == drafted_at:
+                scheduled = SimpleNamespace(request=request, wish=wish, max_drafts=0)
+                source.propose(SimpleNamespace(drawing=[scheduled]), {})  # type: ignore[arg-type]
+            request.token_ids.append(8)
+        return [known - 1 for known in looked]
+
+    source._slots = SimpleNamespace(write_drafts=lambda found: None)  # type: ignore[assignment]
+    assert places(200)[:6] == [0, 1, 3, 7, 15, 31]
+    assert len(looked) == 11
+    for _ in range(20):
+        places(200)
+    assert places(48) == [0, 32]  # another sequence need not find out again
+    assert places(48, drafted_at=32)[2] == 33
+    for _ in range(20):
+        places(48, drafted_at=0)
+    assert places(200)[:3] == [0, 1, 3]
 
 
 @pytest.mark.parametrize("needs_host", [False, True])

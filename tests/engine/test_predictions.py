@@ -35,7 +35,12 @@ class Predicting:
                 predicted_token_ids=predicted,
             )
         )
-        self._source = Lookup("prediction", Prediction.of, None)  # type: ignore[arg-type]
+        self._source = Lookup(
+            "prediction",
+            Prediction.of,
+            None,  # type: ignore[arg-type]
+            most_pause=0,
+        )
 
     def after(
         self, *answer: int, k: int, in_flight: list[int] | Literal["drawn"] | None = None
