@@ -32,6 +32,8 @@ UNLIKELY, SURE = 0.1, 0.98  # no draft pays below such a chance; none is taken t
 MIN_GAIN = 1.02  # another k must promise this much more, so that noise changes nothing
 ALIKE = 1.25  # sequences whose chances differ by less have the same number of drafts
 PARTS = (0.25, 0.5, 0.75)  # of all drafts that could be made: these are compared with all
+# Steps after which choices are compared anew: to do so takes a part of a small model's step.
+NUM_STEPS_ALIKE = 8
 
 
 class _Batch(NamedTuple):
@@ -39,7 +41,8 @@ class _Batch(NamedTuple):
 
     num_seqs: int
     num_rows: int
-    named: Sequence[int]  # drafts of sequences that named a k
+    named: tuple[int, ...]  # drafts of sequences that named a k
+    num_open: int  # sequences that leave k open
 
 
 class AdaptiveSpeculation:
@@ -57,6 +60,8 @@ class AdaptiveSpeculation:
         self._usual_k = 0
         self._num_drafts_before = 0  # of a sequence, at most, in the step that was observed last
         self._best_rate = 0.0  # tokens of all sequences for a cost of 1
+        self._compared: dict[_Batch, dict[int, Choice]] = {}  # in the latest steps
+        self._num_steps = 0
         # Whether the step that was last chosen for shows what it costs: only without lookups.
         self.is_measuring = False
         self.is_trial = False  # whether it tries another k than the usual one
@@ -83,9 +88,8 @@ class AdaptiveSpeculation:
         if not ratios or self._max_k == 0:
             self.k = self._usual_k
             return [0] * len(ratios)
-        chances_np = self._chances(ratios)
-        batch = _Batch(num_seqs, num_seqs + sum(named), named)
-        choices = self._choices(batch, chances_np)
+        batch = _Batch(num_seqs, num_seqs + sum(named), tuple(named), len(ratios))
+        choices = self._choices(batch, ratios)
         best = max(choices.values(), key=attrgetter("rate"))
         if best.rate > MIN_GAIN * choices[self._usual_k].rate:
             self._usual_k = best.k
@@ -94,7 +98,10 @@ class AdaptiveSpeculation:
         self.is_trial = self.is_measuring = tried is not None
         choice = tried or choice
         self.k = choice.k
-        if num_prompt_rows and choice.k and not self.is_trial:
+        if choice.k == 0:
+            return [0] * len(ratios)
+        chances_np = self._chances(ratios)
+        if num_prompt_rows and not self.is_trial:
             # Prompts cost what they cost: what drafts add to it must bring as much as ever.
             batch = batch._replace(num_rows=batch.num_rows + num_prompt_rows)
             options = [
@@ -176,8 +183,19 @@ class AdaptiveSpeculation:
         chances_np: np.ndarray = np.minimum(each_np, SURE).cumprod(1)
         return chances_np
 
-    def _choices(self, batch: "_Batch", chances_np: np.ndarray) -> dict[int, Choice]:
-        """By k, the best that a step could do. Shape: chances_np [S, max_k]."""
+    def _choices(self, batch: "_Batch", ratios: Sequence[float]) -> dict[int, Choice]:
+        """By k, the best that a step could do; as one of the latest steps had it, if one was such a
+        batch.
+        """
+        self._num_steps += 1
+        if self._num_steps % NUM_STEPS_ALIKE == 0:
+            self._compared.clear()
+        if batch not in self._compared:
+            self._compared[batch] = self._compare(batch, self._chances(ratios))
+        return self._compared[batch]
+
+    def _compare(self, batch: "_Batch", chances_np: np.ndarray) -> dict[int, Choice]:
+        """Shape: chances_np [S, max_k]."""
         choices = {}
         for k in range(self._max_k + 1):
             whole, *parts = self._options(k, batch, chances_np)
