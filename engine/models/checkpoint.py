@@ -344,7 +344,12 @@ class Checkpoint(AnyCheckpoint):
 
         Raises SharedScaleError if a scale would be cut.
         """
-        matrix = self._read(self, layer) if self._read else None
+        try:
+            matrix = self._read(self, layer) if self._read else None
+        except UnsupportedModelError:
+            raise
+        except ValueError as reason:
+            raise ValueError(f"{layer}: {reason}") from None
         if matrix is None:
             return None
         try:

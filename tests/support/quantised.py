@@ -262,6 +262,14 @@ def nvfp4(*names: str, divides: bool) -> Callable[[Tensor], Made]:
     return make
 
 
+def mxfp8(weight: Tensor) -> Made:
+    groups = weight.unflatten(1, (-1, 32))
+    exponent = (groups.abs().amax(2) / 448).log2().ceil()
+    codes = (groups / exponent.exp2()[..., None]).to(torch.float8_e4m3fn).flatten(1)
+    plain = codes.float() * exponent.exp2().repeat_interleave(32, 1)
+    return {"weight": codes, "weight_scale": (exponent + 127).to(torch.uint8)}, plain
+
+
 _MODELOPT_NVFP4 = nvfp4("weight", "weight_scale_2", divides=False)
 
 
@@ -338,6 +346,7 @@ FORMATS = {
     "modelopt nvfp4": Format(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, _MODELOPT_NVFP4
     ),
+    "modelopt mxfp8": Format({"quant_method": "modelopt", "quant_algo": "MXFP8"}, mxfp8),
     "modelopt mixed": Format(
         {
             "quant_method": "modelopt",

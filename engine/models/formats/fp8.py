@@ -13,6 +13,7 @@ from outrider.kernels.model.narrow_matrix import STEP, NarrowMatrix, narrow_matr
 from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint, Read
 
+_MXFP8_GROUP = 32  # inputs that share a power of two
 # Checkpoints' names for the factor of the weights.
 _SCALES = ("weight_scale_inv", "weight_scale")
 # The last part of the names of layers that choose experts, or weight them.
@@ -60,8 +61,8 @@ def read(
     if name is None:
         raise UnsupportedModelError(f"{layer} is in FP8 without a {' or '.join(_SCALES)}")
     codes, scale = tensors.stored(f"{layer}.weight"), tensors.stored(name)
-    if not scale.is_floating_point():
-        raise UnsupportedModelError(f"{name} is of {scale.dtype}, as in MXFP8")
+    if scale.dtype == torch.uint8:  # MXFP8
+        scale, block = scale.view(torch.float8_e8m0fnu), [1, _MXFP8_GROUP]
     if scale.ndim == 4:  # [blocks of outputs, 1, blocks of inputs, 1]
         scale = scale[:, 0, :, 0]
     if scale.dtype.itemsize == 1:  # e8m0

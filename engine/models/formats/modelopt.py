@@ -14,7 +14,7 @@ from ..checkpoint import Checkpoint, Read
 from . import fp8, nvfp4
 
 _ALGORITHMS = {
-    "FP8", "FP8_BLOCK_SCALES", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MIXED_PRECISION",
+    "FP8", "FP8_BLOCK_SCALES", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MIXED_PRECISION", "MXFP8",
     "NVFP4", "W4A16_NVFP4",
 }  # fmt: skip
 _BLOCK = [128, 128]
