@@ -107,9 +107,8 @@ def check_reads_only_chosen(mlp: ExpertMLP, monkeypatch: pytest.MonkeyPatch) -> 
     assert multiplied == [weight._weights[1], weight._weights[3]]
 
 
-@pytest.mark.parametrize("architecture", SHAPES)
-def test_bfloat16_proves_itself(architecture: str, tmp_path: Path) -> None:
-    assert type(load(save(tmp_path, architecture), "bfloat16")) is Decoder
+def test_bfloat16_proves_itself(tmp_path: Path) -> None:
+    assert type(load(save(tmp_path, "qwen3_5_moe_text"), "bfloat16")) is Decoder
 
 
 def test_an_mtp_head_in_the_file_drafts_what_its_codes_mean(
