@@ -9,13 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from outrider.kernels._dispatch import converts_fp8, uses_triton
+from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.model.narrow_matrix import (
     NarrowMatrix,
     dequantise,
@@ -25,9 +24,10 @@ from outrider.kernels.model.narrow_matrix import (
 from outrider.kernels.model.rms_norm import Norm
 
 from .admission import UnsupportedModelError
-from .narrow_weight import Narrow, Scaled, Stacked
+from .narrow_weight import Narrow, Scaled, Stacked, check_fp8
+from .opened_files import open_files
 from .shares import WHOLE, Cut, Share
-from .weight_files import name_in_text, stored_tensors
+from .weight_files import name_in_text
 from .weights import Axis, Dense, Linear, Matrix, RoundedInputs
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,6 @@ Read = Callable[["Checkpoint", str], NarrowMatrix | None]
 Outputs = int | tuple[int, ...]
 
 EMBEDDING, OUTPUT_LAYER = "model.embed_tokens", "lm_head"
-_PICKLE = "pytorch_model.bin"  # the format of some heads
 # One of the tensors that describe the layer of one expert, which may lie in one of all experts'.
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.(\w+)")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -387,16 +386,6 @@ def _renamed(name: str, parts: Mapping[str, str]) -> str:
     return name
 
 
-def check_fp8(kind: str, device: torch.device) -> None:
-    """Raises UnsupportedModelError if it is a GPU without instructions for weights in FP8."""
-    if kind == "fp8" and device.type == "cuda" and not converts_fp8(device):
-        raise UnsupportedModelError(
-            f"its weights are in FP8, and {torch.cuda.get_device_name(device)} has no instructions "
-            "for that (compute capability 8.9 or newer has): take a checkpoint in 16 bits, INT8 "
-            "or INT4"
-        )
-
-
 def check_shape(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
     """Raises ValueError naming both shapes if they differ."""
     if found != shape:
@@ -404,18 +393,3 @@ def check_shape(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> No
             f"{name} is {' x '.join(map(str, found))}; by its config it must be "
             f"{' x '.join(map(str, shape))}"
         )
-
-
-def open_files(folder: Path) -> dict[str, Any]:
-    """By the name of each tensor, its opened file: of safetensors, or a dictionary of torch.save.
-
-    Loading it runs no code. Raises WeightFileError if files are missing or damaged.
-    """
-    pickled = folder / _PICKLE
-    if pickled.exists() and not any(folder.glob("*.safetensors")):
-        loaded = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
-        loaded = loaded.get("state_dict", loaded)
-        return dict.fromkeys(loaded, loaded)
-    stored = stored_tensors(folder)
-    opened = {path: safe_open(path, "pt") for path in {each.path for each in stored.values()}}
-    return {name: opened[each.path] for name, each in stored.items()}

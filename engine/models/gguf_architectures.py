@@ -64,7 +64,6 @@ class Llama:
     """Rows of queries and keys lie as pairs, which RoPE rotates; in transformers, as halves."""
 
     inner: ClassVar[dict[str, str]] = _NORMS | _ATTENTION | _MLP
-    optional: ClassVar[frozenset[str]] = frozenset()  # that only some layers have
     is_compiled: ClassVar[bool] = True  # by layers that take one matrix where these stack several
     _HEADS: ClassVar[dict[str, str]] = {
         "attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"

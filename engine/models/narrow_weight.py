@@ -6,12 +6,14 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from outrider.kernels._dispatch import converts_fp8
 from outrider.kernels.model.narrow_linear import add_narrow_linear, narrow_linear
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, round_to_fp8
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.row_codes import Normed, RowCodes, rounded_rows
 from outrider.kernels.model.scaled_linear import add_scaled_linear, scaled_linear
 
+from .admission import UnsupportedModelError
 from .weights import Dense, Fused, Linear, Matrix, Unfused
 
 
@@ -118,3 +120,13 @@ class Stacked(Unfused):
 
     def dequantised(self) -> Tensor:
         return torch.cat([weight.dequantised() for weight in self._weights])
+
+
+def check_fp8(kind: str, device: torch.device) -> None:
+    """Raises UnsupportedModelError if it is a GPU without instructions for weights in FP8."""
+    if kind == "fp8" and device.type == "cuda" and not converts_fp8(device):
+        raise UnsupportedModelError(
+            f"its weights are in FP8, and {torch.cuda.get_device_name(device)} has no instructions "
+            "for that (compute capability 8.9 or newer has): take a checkpoint in 16 bits, INT8 "
+            "or INT4"
+        )

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from outrider.kernels.reached import check_reached
 
 from .admission import UnsupportedModelError
-from .checkpoint import open_files
 from .gguf_file import FILE_NAME
+from .opened_files import open_files
 from .unread import warn_of_unread
 
 check_reached(

@@ -15,13 +15,13 @@ from tiny_models import DEVICE, Tiny, change_config, change_tensor
 from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
-from outrider.engine.models import checkpoint
+from outrider.engine.models import narrow_weight
 from outrider.engine.models.admission import UnsupportedModelError
-from outrider.engine.models.checkpoint import Checkpoint, check_fp8
+from outrider.engine.models.checkpoint import Checkpoint
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.formats import fp8
 from outrider.engine.models.loading import load_network
-from outrider.engine.models.narrow_weight import Narrow, Scaled, Stacked
+from outrider.engine.models.narrow_weight import Narrow, Scaled, Stacked, check_fp8
 from outrider.engine.models.weights import Dense, Linear, as_batch_invariant
 from outrider.kernels.model.narrow_matrix import round_to_fp8
 
@@ -284,7 +284,7 @@ def test_a_layer_of_several_forms_keeps_its_bits_if_each_of_them_can() -> None:
 def test_fp8_is_refused_on_gpus_without_it(
     kind: str, capability: tuple[int, int], is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "converts_fp8", lambda device: capability >= (8, 9))
+    monkeypatch.setattr(narrow_weight, "converts_fp8", lambda device: capability >= (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     refused = pytest.raises(UnsupportedModelError, match="A GPU has no instructions")
     with refused if is_refused else nullcontext():
