@@ -1,39 +1,49 @@
-"""Time a delta net's way through its states, beside the time that their bytes take.
+"""Time a delta net's two ways through its states, beside the time that their bytes take.
 
-    python benchmarks/delta_net.py [--key-heads 16] [--value-heads 48] [--drafts 3]
+    python benchmarks/delta_net.py [--key-heads 16] [--value-heads 48]
 
-Microseconds a layer, medians of CUDA-graph replays. Each sequence has 1 + drafts rows, behind a
-pass whose drafts were all accepted. The floor is each state read and written once, at --tb-per-s.
-The last lines are prompts: one sequence with so many rows.
+Microseconds a layer, medians of CUDA-graph replays. Of each sequence's rows all but the first are
+drafts, behind a pass whose drafts were all accepted. "rows": one by one; a state is read and
+written in each pass. "cells": 16 at once; a state is read in each pass, and written in those that
+complete a cell: "edge". The floor is each state read once, at --tb-per-s. The last lines are
+prompts: one sequence with so many rows, from position 0 on. First the outputs of both ways are
+compared.
 """
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from kernels import DEVICE, time_us
 from outrider.kernels.model import delta_net as module
+from outrider.kernels.model.delta_cells import CELL
 from outrider.kernels.model.delta_net import DeltaHeads, DeltaMemory, DeltaWeights, delta_net
 from outrider.kernels.model.rows import BatchRows
 
 TAPS = 4
-BATCHES = (1, 8, 32, 64)
-PROMPTS = (512, 4096)
-POSITION = 100  # of each sequence's first row
+MOST_DRAFTS = 7
+BATCHES = (1, 8, 64)
+ROWS = (1, 4, 8)
+PROMPTS = (512, 4096, 16384)
+INSIDE, AT_EDGE = 6 * CELL + CELL // 2, 7 * CELL - 1  # positions of first rows
 
 
-def make_rows(num_seqs: int, num_rows: int) -> BatchRows:
+def make_rows(num_seqs: int, num_rows: int, position: int) -> BatchRows:
     unused = torch.empty(0, dtype=torch.int64, device=DEVICE)
     slots = torch.arange(num_seqs, device=DEVICE)
     bounds = num_rows * torch.arange(num_seqs + 1, device=DEVICE)
     return BatchRows(
-        unused, unused, unused, slots, torch.full_like(slots, POSITION + num_rows), bounds
+        unused, unused, unused, slots, torch.full_like(slots, position + num_rows), bounds
     )
 
 
-def time_pass(heads: DeltaHeads, num_seqs: int, num_rows: int, num_drafts: int) -> float:
-    """Of `num_rows` rows a sequence, the last `num_drafts` of them drafts."""
+def make_pass(
+    heads: DeltaHeads, num_seqs: int, num_rows: int, num_drafts: int, position: int, grid: int
+) -> Callable[[], torch.Tensor]:
+    """A pass of `num_rows` rows a sequence, the last `num_drafts` of them drafts."""
+    torch.manual_seed(0)
     x = torch.randn(num_seqs * num_rows, heads.row_width, device=DEVICE).bfloat16()
     weights = DeltaWeights(
         torch.randn(heads.num_channels, TAPS, device=DEVICE).bfloat16(),
@@ -41,20 +51,31 @@ def time_pass(heads: DeltaHeads, num_seqs: int, num_rows: int, num_drafts: int) 
         torch.zeros(heads.num_value_heads, device=DEVICE),
     )
     state = num_seqs, heads.num_value_heads, heads.key_dim, heads.value_dim
-    ring = num_seqs, TAPS - 1 + num_drafts, heads.row_width
+    ring = num_seqs, TAPS - 1 + MOST_DRAFTS + grid - 1, heads.row_width
     memory = DeltaMemory(
         torch.zeros(state, device=DEVICE),
         torch.randn(ring, device=DEVICE).bfloat16(),
         torch.empty(num_seqs, dtype=torch.int64, device=DEVICE),
     )
-    num_tokens = torch.full((num_seqs,), POSITION + num_rows - num_drafts, device=DEVICE)
-    rows, covered = make_rows(num_seqs, num_rows), POSITION - num_drafts
+    num_tokens = torch.full((num_seqs,), position + num_rows - num_drafts, device=DEVICE)
+    rows = make_rows(num_seqs, num_rows, position)
+    covered = position - num_drafts if grid == 1 else position // CELL * CELL
 
-    def run() -> None:
+    def run() -> torch.Tensor:
         memory.num_rows.fill_(covered)
-        delta_net(x, heads, weights, memory, rows, num_tokens)
+        return delta_net(x, heads, weights, memory, rows, num_tokens, grid=grid)
 
-    return time_us([partial(run)], replays=7)
+    return run
+
+
+def time_pass(*args: object) -> float:
+    return time_us([make_pass(*args)], replays=7)  # type: ignore[arg-type]
+
+
+def compare(heads: DeltaHeads) -> None:
+    by_rows, by_cells = (make_pass(heads, 2, 300, 0, 0, grid)().float() for grid in (1, CELL))
+    error = (by_cells - by_rows).norm() / by_rows.norm()
+    print(f"relative difference of 300 rows: {error:.1e} (rounding to bfloat16: about 2e-03)")
 
 
 def main() -> None:
@@ -62,20 +83,29 @@ def main() -> None:
     parser.add_argument("--key-heads", type=int, default=16)
     parser.add_argument("--value-heads", type=int, default=48)
     parser.add_argument("--dim", type=int, default=128, help="of a head")
-    parser.add_argument("--drafts", type=int, default=3)
-    parser.add_argument("--columns", type=int, nargs="+", default=[module._BLOCK_V], help="tried")
+    parser.add_argument(
+        "--cells",
+        nargs="+",
+        default=[f"{module._CELL_COLUMNS}x{module._STAGES}"],
+        help="columns of a state in a program x stages, tried",
+    )
     parser.add_argument("--tb-per-s", type=float, default=4.3)
     args = parser.parse_args()
     heads = DeltaHeads(args.key_heads, args.value_heads, args.dim, args.dim)
-    columns = "".join(f"{f'{each} columns':>14}" for each in args.columns)
-    print(f"{'sequences':>9}{'rows':>6}{'floor':>8}{columns}")
-    passes = [(batch, k + 1, k) for batch in BATCHES for k in (0, args.drafts)]
+    compare(heads)
+    columns = "".join(f"{f'cells {each}':>14}{'edge':>8}" for each in args.cells)
+    print(f"{'sequences':>9}{'rows':>6}{'floor':>8}{'rows':>9}{columns}")
+    passes = [(batch, rows, rows - 1) for batch in BATCHES for rows in ROWS]
     for num_seqs, num_rows, num_drafts in [*passes, *((1, rows, 0) for rows in PROMPTS)]:
-        num_bytes = 8 * num_seqs * heads.num_value_heads * heads.key_dim * heads.value_dim
+        is_prompt = num_rows in PROMPTS
+        num_bytes = 4 * num_seqs * heads.num_value_heads * heads.key_dim * heads.value_dim
         line = f"{num_seqs:9d}{num_rows:6d}{num_bytes / args.tb_per_s / 1e6:8.1f}"
-        for each in args.columns:
-            module._BLOCK_V = each
-            line += f"{time_pass(heads, num_seqs, num_rows, num_drafts):14.1f}"
+        timed = partial(time_pass, heads, num_seqs, num_rows, num_drafts)
+        line += f"{timed(0 if is_prompt else INSIDE, 1):9.1f}"
+        for each in args.cells:
+            module._CELL_COLUMNS, module._STAGES = map(int, each.split("x"))
+            line += f"{timed(0 if is_prompt else INSIDE, CELL):14.1f}"
+            line += f"{'':8}" if is_prompt else f"{timed(AT_EDGE, CELL):8.1f}"
         print(line, flush=True)
 
 

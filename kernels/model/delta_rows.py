@@ -1,0 +1,268 @@
+"""The rows of delta nets before and after their way through the states, and this way row by row.
+
+See `delta_net.py` for the formulas, and `delta_cells.py` for the way of 16 rows at once.
+"""
+
+from ..triton_or_none import tl, triton
+from .silu_mul import silu
+
+
+@triton.jit
+def _at(
+    x_ptr, ring_ptr, position, first, column, mask, stride, RING: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Columns of the rows at some positions, 0 before the sequence. `x_ptr` points to the row
+    `first`; those before it lie in the ring.
+    """
+    here_ptr = x_ptr + (position - first) * stride + column
+    kept_ptr = ring_ptr + ((position + RING) % RING) * WIDTH + column
+    here = tl.load(here_ptr, mask=mask & (position >= first), other=0.0)
+    kept = tl.load(kept_ptr, mask=mask & (position < first) & (position >= 0), other=0.0)
+    return tl.where(position >= first, here, kept)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + e^x), also where e^x is small: then 1 + e^x has lost most of it."""
+    e = tl.exp(-tl.abs(x))
+    u = 1.0 + e
+    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.maximum(x, 0.0) + log1p
+
+
+@triton.jit
+def rows_of(seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride):
+    """A sequence's first row in the batch, its slot, the position of that first row, the position
+    where S goes on, and the number of its tokens.
+    """
+    begin, end = tl.load(bounds_ptr + seq).to(tl.int64), tl.load(bounds_ptr + seq + 1)
+    slot, seq_len = tl.load(slots_ptr + seq).to(tl.int64), tl.load(seq_lens_ptr + seq)
+    first = tl.where(begin < end, seq_len - (end - begin), seq_len)
+    start = tl.where(first > 0, tl.load(num_rows_ptr + slot * num_rows_stride), 0)
+    return begin, slot, first, tl.where(begin < end, start, seq_len), seq_len
+
+
+@triton.jit
+def sequence_of(part, bounds_ptr, num_seqs, SIZE: tl.constexpr, EXTRA: tl.constexpr):
+    """Which sequence a part belongs to, and which of its parts that is.
+
+    The parts of sequence s, of SIZE rows each, begin at begin // SIZE + s * EXTRA.
+    """
+    before = 0
+    for low in range(0, num_seqs, 128):
+        seq = low + tl.arange(0, 128)
+        begin = tl.load(bounds_ptr + seq, mask=seq < num_seqs, other=0)
+        is_before = (seq < num_seqs) & (begin // SIZE + seq * EXTRA <= part)
+        before += tl.sum(is_before.to(tl.int32))
+    seq = before - 1
+    return seq, part - (tl.load(bounds_ptr + seq) // SIZE + seq * EXTRA)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def prepare_kernel(
+    convolved_ptr,  # [T + num_seqs * RING, channels]
+    factors_ptr,  # [T + num_seqs * RING, 2 * (KEY_HEADS + VALUE_HEADS)]
+    x_ptr,  # [T, row_width]
+    x_stride,
+    convolution_ptr,  # [channels, TAPS]
+    a_log_ptr,  # [VALUE_HEADS]
+    dt_bias_ptr,  # [VALUE_HEADS]
+    ring_ptr,  # [num_slots, RING, row_width]
+    ring_stride,
+    slots_ptr,  # [num_seqs]
+    seq_lens_ptr,  # [num_seqs]
+    bounds_ptr,  # [num_seqs + 1]
+    num_rows_ptr,  # [num_slots]
+    num_rows_stride,
+    num_seqs,
+    scale,
+    RING: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXTRA: tl.constexpr,
+):
+    """Each program: some heads (of q, then of k, then of v) in ROWS rows of one sequence.
+
+    Writes what their convolution gives, and factors: of q and k 1 / norm, of values log(decay) and
+    b.
+    """
+    NUM_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    CHANNELS: tl.constexpr = 2 * NUM_KEYS + VALUE_HEADS * VALUE_DIM
+    WIDTH: tl.constexpr = CHANNELS + 2 * VALUE_HEADS
+    ALL_HEADS: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
+    seq, part = sequence_of(tl.program_id(1), bounds_ptr, num_seqs, ROWS, EXTRA)
+    begin, slot, first, start, seq_len = rows_of(
+        seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride
+    )
+    low = start + part * ROWS
+    if low < seq_len:
+        pair, d = tl.arange(0, ROWS * HEADS), tl.arange(0, BLOCK_D)
+        position, head = low + pair // HEADS, tl.program_id(0) * HEADS + pair % HEADS
+        is_there = (position < seq_len) & (head < ALL_HEADS)
+        is_value = head >= 2 * KEY_HEADS
+        value_head = head - 2 * KEY_HEADS
+        dim = tl.where(is_value, VALUE_DIM, KEY_DIM)
+        column = tl.where(is_value, 2 * NUM_KEYS + value_head * VALUE_DIM, head * KEY_DIM)
+        channel = column[:, None] + d[None, :]
+        mask = (d[None, :] < dim[:, None]) & is_there[:, None]
+        first_x_ptr, slot_ring_ptr = x_ptr + begin * x_stride, ring_ptr + slot * ring_stride
+        dtype = x_ptr.dtype.element_ty
+        total = tl.zeros([ROWS * HEADS, BLOCK_D], tl.float32)
+        for tap in tl.static_range(TAPS):
+            x = _at(
+                first_x_ptr, slot_ring_ptr, position[:, None] - (TAPS - 1) + tap, first, channel,
+                mask, x_stride, RING, WIDTH,
+            )  # fmt: skip
+            weight = tl.load(convolution_ptr + channel * TAPS + tap, mask=mask, other=0.0)
+            total += x.to(tl.float32) * weight.to(tl.float32)
+        y = silu(total.to(dtype).to(tl.float32)).to(dtype)
+        row = begin + seq * RING + (position - start)
+        tl.store(convolved_ptr + row[:, None] * CHANNELS + channel, y, mask=mask)
+        y = y.to(tl.float32)
+        norm = tl.rsqrt(tl.sum(y * y, 1) + 1e-6) * tl.where(head < KEY_HEADS, scale, 1.0)
+        is_value &= is_there
+        b = _at(
+            first_x_ptr, slot_ring_ptr, position, first, CHANNELS + value_head, is_value, x_stride,
+            RING, WIDTH,
+        ).to(tl.float32)  # fmt: skip
+        a = _at(
+            first_x_ptr, slot_ring_ptr, position, first, CHANNELS + VALUE_HEADS + value_head,
+            is_value, x_stride, RING, WIDTH,
+        ).to(tl.float32)  # fmt: skip
+        a_factor = -tl.exp(tl.load(a_log_ptr + value_head, mask=is_value, other=0.0))
+        dt_bias = tl.load(dt_bias_ptr + value_head, mask=is_value, other=0.0)
+        log_decay = a_factor * _softplus(a + dt_bias)
+        b = (1.0 / (1.0 + tl.exp(-b))).to(dtype).to(tl.float32)
+        factor_ptr = factors_ptr + row * (ALL_HEADS + VALUE_HEADS) + head
+        tl.store(factor_ptr, tl.where(is_value, log_decay, norm), mask=is_there)
+        tl.store(factor_ptr + VALUE_HEADS, b, mask=is_value)
+
+
+@triton.jit
+def _row_of_head(
+    convolved_ptr, factors_ptr, key_head, head, i, j, is_there, KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """q, k, v, decay and b of a head in a row, v for some columns."""
+    NUM_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    at, is_key = convolved_ptr + key_head * KEY_DIM + i, (i < KEY_DIM) & is_there
+    q = tl.load(at, mask=is_key, other=0.0).to(tl.float32)
+    k = tl.load(at + NUM_KEYS, mask=is_key, other=0.0).to(tl.float32)
+    at = convolved_ptr + 2 * NUM_KEYS + head * VALUE_DIM + j
+    v = tl.load(at, mask=(j < VALUE_DIM) & is_there, other=0.0).to(tl.float32)
+    q *= tl.load(factors_ptr + key_head, mask=is_there, other=0.0)
+    k *= tl.load(factors_ptr + KEY_HEADS + key_head, mask=is_there, other=0.0)
+    at = factors_ptr + 2 * KEY_HEADS + head
+    decay = tl.exp(tl.load(at, mask=is_there, other=0.0))
+    return q, k, v, decay, tl.load(at + VALUE_HEADS, mask=is_there, other=0.0)
+
+
+@triton.jit
+def row_by_row_kernel(
+    out_ptr,  # [T, VALUE_HEADS, VALUE_DIM]
+    convolved_ptr,  # [T + num_seqs * RING, channels]
+    factors_ptr,  # [T + num_seqs * RING, 2 * (KEY_HEADS + VALUE_HEADS)]
+    state_ptr,  # [num_slots, VALUE_HEADS, KEY_DIM, VALUE_DIM]
+    state_stride,
+    slots_ptr,  # [num_seqs]
+    seq_lens_ptr,  # [num_seqs]
+    bounds_ptr,  # [num_seqs + 1]
+    num_rows_ptr,  # [num_slots]
+    num_rows_stride,
+    num_tokens_ptr,  # [num_slots]
+    RING: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Each program: BLOCK_V columns of a head's state, through all rows of one sequence."""
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    FACTORS: tl.constexpr = 2 * (KEY_HEADS + VALUE_HEADS)
+    head, seq = tl.program_id(1), tl.program_id(2)
+    begin, slot, first, start, seq_len = rows_of(
+        seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride
+    )
+    if start < seq_len:
+        i, j = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+        num_known = tl.load(num_tokens_ptr + slot)
+        key_head = head // (VALUE_HEADS // KEY_HEADS)
+        state_at = state_ptr + slot * state_stride + head * KEY_DIM * VALUE_DIM
+        state_at += i[:, None] * VALUE_DIM + j[None, :]
+        mask = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :]
+        row = begin + seq * RING
+        convolved_at, factors_at = convolved_ptr + row * CHANNELS, factors_ptr + row * FACTORS
+        out_at = out_ptr + (begin * VALUE_HEADS + head) * VALUE_DIM + j
+        q, k, v, decay, b = _row_of_head(
+            convolved_at, factors_at, key_head, head, i, j, True, KEY_HEADS, VALUE_HEADS, KEY_DIM,
+            VALUE_DIM,
+        )  # fmt: skip
+        s = tl.load(state_at, mask=mask & (first > 0), other=0.0)
+        # One loop for all rows: in two, the compiler might round them in two ways.
+        for position in range(start, seq_len):
+            convolved_at += CHANNELS
+            factors_at += FACTORS
+            # The next row is on its way while this one is computed.
+            next_q, next_k, next_v, next_decay, next_b = _row_of_head(
+                convolved_at, factors_at, key_head, head, i, j, position + 1 < seq_len, KEY_HEADS,
+                VALUE_HEADS, KEY_DIM, VALUE_DIM,
+            )  # fmt: skip
+            s *= decay
+            error = b * (v - tl.sum(s * k[:, None], 0))
+            k_all, error_all = (
+                tl.broadcast_to(k[:, None], s.shape),
+                tl.broadcast_to(error[None, :], s.shape),
+            )
+            s = tl.fma(k_all, error_all, s)
+            y = tl.sum(s * q[:, None], 0)
+            at = out_at + (position - first) * VALUE_HEADS * VALUE_DIM
+            is_written = (j < VALUE_DIM) & (position >= first)
+            tl.store(at, y.to(out_ptr.dtype.element_ty), mask=is_written)
+            is_last_kept = (position == seq_len - 1) | (position == num_known - 1)
+            tl.store(state_at, s, mask=mask & is_last_kept & (position < num_known))
+            q, k, v, decay, b = next_q, next_k, next_v, next_decay, next_b
+
+
+@triton.jit
+def remember_kernel(
+    x_ptr,  # [T, WIDTH]
+    x_stride,
+    ring_ptr,  # [num_slots, RING, WIDTH]
+    ring_stride,
+    slots_ptr,  # [num_seqs]
+    seq_lens_ptr,  # [num_seqs]
+    bounds_ptr,  # [num_seqs + 1]
+    num_rows_ptr,  # [num_slots]
+    num_rows_stride,
+    num_tokens_ptr,  # [num_slots]
+    RING: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GRID: tl.constexpr,
+):
+    """Each program: BLOCK numbers of the last rows of one sequence."""
+    seq, part = tl.program_id(0), tl.program_id(1)
+    begin, slot, _, start, seq_len = rows_of(
+        seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride
+    )
+    end = tl.load(bounds_ptr + seq + 1)
+    if begin < end:
+        c = part * BLOCK + tl.arange(0, BLOCK)
+        for row in range(tl.maximum(begin, end - RING), end):
+            position = seq_len - (end - row)
+            x = tl.load(x_ptr + row * x_stride + c, mask=c < WIDTH)
+            at = ring_ptr + slot * ring_stride + position % RING * WIDTH + c
+            tl.store(at, x, mask=c < WIDTH)
+        if part == 0:
+            num_known = tl.minimum(seq_len, tl.load(num_tokens_ptr + slot))
+            tl.store(
+                num_rows_ptr + slot * num_rows_stride, tl.maximum(start, num_known // GRID * GRID)
+            )
