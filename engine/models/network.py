@@ -44,6 +44,8 @@ class PagedLayers(ABC):
     cache_dtype: torch.dtype | None = None  # of keys and values; None: the model's
     lookahead: int = 0  # how many tokens after its own the KV of a row depends on
     reads_one_table: bool = False  # whether all its layers must share a block table
+    # [num_slots, bytes_per_slot] uint8: a slot's states of all layers lie together
+    _states: Tensor | None = None
 
     @property
     @abstractmethod
@@ -57,21 +59,28 @@ class PagedLayers(ABC):
 
     def bytes_per_slot(self, max_drafts: int) -> int:
         """Of all its layers, if a step may have so many drafts of a sequence."""
-        specs = (state.spec(max_drafts, self.dtype) for state in self.slot_states)
-        return sum(spec.bytes_per_slot for spec in specs)
+        return sum(self._state_sizes(max_drafts))
+
+    def _state_sizes(self, max_drafts: int) -> list[int]:
+        return [s.spec(max_drafts, self.dtype).bytes_per_slot for s in self.slot_states]
 
     def bind_states(self, num_slots: int, max_drafts: int) -> None:
         """Allocate what its layers keep in slots, in place of what they have."""
         for state in self.slot_states:
             state.free()
-        for state in self.slot_states:
-            state.bind(num_slots, max_drafts, self.dtype, self.device)
+        sizes = self._state_sizes(max_drafts)
+        self._states = None
+        self._states = torch.zeros(num_slots, sum(sizes), dtype=torch.uint8, device=self.device)
+        for state, memory in zip(self.slot_states, self._states.split(sizes, 1), strict=True):
+            state.bind(memory, max_drafts, self.dtype)
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy what its layers keep in slots, from one to another, one after the other."""
-        for state in self.slot_states if copies else ():
-            for source, target in copies:
-                state.copy(source, target)
+        """Copy what its layers keep in slots, from one to another, one after the other: the
+        sequence in the second goes on from there. The first must cover its known tokens alone.
+        """
+        for source, target in copies:
+            assert self._states is not None, "states are copied before they were bound"
+            self._states[target].copy_(self._states[source])
 
     @property
     def weight_formats(self) -> str:
@@ -107,6 +116,7 @@ class PagedLayers(ABC):
             layer.pages = None
         for state in self.slot_states:
             state.free()
+        self._states = None
 
 
 class Pass(NamedTuple):

@@ -236,7 +236,9 @@ def _through(block: Block, x: Tensor, batch: ForwardBatch) -> Tensor:
     for state in states:
         state.bind_pages(num_pages_of(len(x)), PAGE, x.dtype, x.device)
     for slot_state in slot_states:
-        slot_state.bind(1, 0, x.dtype, x.device, start=int(batch.rows.positions[0]))
+        num_bytes = slot_state.spec(0, x.dtype).bytes_per_slot
+        memory = torch.zeros(1, num_bytes, dtype=torch.uint8, device=x.device)
+        slot_state.bind(memory, 0, x.dtype, start=int(batch.rows.positions[0]))
     got = x.clone()
     block(got, None, None, batch)
     for state in states:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 
 import torch
+from torch import Tensor
 
 from ..memory.spec import SlotSpec
 
@@ -10,8 +11,9 @@ from ..memory.spec import SlotSpec
 class SlotState(ABC):
     """The state of one layer. A row at position 0 begins a sequence, whatever its slot held before.
 
-    A state cannot go back. After a pass it covers the known tokens, and at least `max_drafts` rows
-    of drafts are kept beside it: the next pass takes those of them that were accepted.
+    A state cannot go back. After a pass it covers known tokens alone, and the rows behind these are
+    kept beside it, at least `max_drafts` of drafts: the next pass takes those that were accepted.
+    All of it lies in the bytes of its slot, so a copy of these lets another sequence go on there.
     """
 
     @abstractmethod
@@ -19,20 +21,10 @@ class SlotState(ABC):
         """What it keeps, of rows in this dtype."""
 
     @abstractmethod
-    def bind(
-        self,
-        num_slots: int,
-        max_drafts: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        start: int = 0,
-    ) -> None:
-        """Allocate it; the state of every slot is that in front of a row at position `start`."""
+    def bind(self, memory: Tensor, max_drafts: int, dtype: torch.dtype, start: int = 0) -> None:
+        """Keep it here; the state of every slot is that in front of a row at position `start`.
 
-    @abstractmethod
-    def copy(self, source: int, target: int) -> None:
-        """Let the sequence in one slot go on from what another slot holds, which must cover its
-        known tokens alone.
+        Shape: memory [num_slots, bytes_per_slot] uint8, zeros, each row dense.
         """
 
     @abstractmethod

@@ -192,9 +192,11 @@ def test_a_preempted_sequence_starts_over(target: Path) -> None:
 
 def test_states_are_counted(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(engine_config(target, proposer="suffix", max_num_seqs=3))
-    states = engine.worker.pair.target.slot_states
-    kept = [tensor for state in states for tensor in state.memory]  # type: ignore[attr-defined]
-    assert engine.info.state_bytes == sum(tensor.nbytes for tensor in kept)
+    target_model = engine.worker.pair.target
+    kept = [tensor for state in target_model.slot_states for tensor in state.memory]  # type: ignore[attr-defined]
+    assert target_model._states is not None
+    assert engine.info.state_bytes == target_model._states.nbytes
+    assert sum(tensor.nbytes for tensor in kept) <= engine.info.state_bytes
     # Of three sequences, of padding, and of three prefixes.
     assert [len(tensor) for tensor in kept] == 2 * [7, 7, 7]
     # They come before pages.

@@ -9,14 +9,16 @@ import pytest
 import torch
 from engines import GREEDY, engine_config, lagging, prompts, run, tokens
 from mtp import save_tiny_hybrid
-from tiny_models import VOCAB, Tiny
+from tiny_models import DEVICE, VOCAB, Tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.engine.config import ConfigError
+from outrider.engine.config import ConfigError, ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.memory.device_memory import DeviceMemory
 from outrider.engine.memory.sequence import SequenceMemory
 from outrider.engine.memory.spec import PagedSpec
 from outrider.engine.memory.states import KeptStates
+from outrider.engine.models.loading import load_network
 
 PAGE = 4
 [TEXT] = prompts([60], VOCAB)
@@ -182,6 +184,34 @@ def test_a_preempted_sequence_goes_on_from_a_state(target: Path) -> None:
     assert answers(engine, asked) == plainly(target, asked)
     assert engine.stats().preemptions > 0
     engine.check_integrity()
+
+
+def test_the_states_of_all_layers_take_one_copy(target: Path) -> None:
+    class Counted(TorchDispatchMode):
+        num_copies = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.num_copies += func is torch.ops.aten.copy_.default
+            return func(*args, **(kwargs or {}))
+
+    network = load_network(ModelConfig(path=str(target), dtype="float32"), DEVICE)
+    network.bind_states(4, 2)
+    fields = [field for state in network.slot_states for field in state.bound]  # type: ignore[attr-defined]
+    assert len(fields) > 3
+    for slot in (0, 3):
+        for field in fields:
+            field[slot] = slot + 1
+    with Counted() as counted:
+        network.copy_states([(0, 2), (3, 0)])
+    assert counted.num_copies == 2
+    assert [{int(field[slot].unique()) for field in fields} for slot in range(4)] == [
+        {4},
+        {0},
+        {1},
+        {4},
+    ]
 
 
 def test_no_state_is_kept_without_a_prefix_cache(target: Path) -> None:

@@ -1,5 +1,6 @@
 """A gated delta net: it looks at other tokens through a state of one size, not through their KV."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,7 @@ from outrider.kernels.model.delta_net import (
     DeltaMemory,
     DeltaWeights,
     delta_net,
+    rows_kept,
 )
 from outrider.kernels.model.gated_norm import gated_norm
 from outrider.kernels.model.rms_norm import Norm
@@ -23,6 +25,13 @@ from ..slot_state import SlotState
 from ..weights import Linear
 from .base import Part
 
+_ALIGNMENT = 128  # bytes, of each layer's fields
+
+
+def _as(memory: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+    """The first numbers of each slot. Shape: [num_slots, bytes] uint8 -> [num_slots, *shape]."""
+    return memory.view(dtype)[:, : math.prod(shape)].view(len(memory), *shape)
+
 
 @dataclass(slots=True)
 class DeltaState(SlotState):
@@ -33,38 +42,29 @@ class DeltaState(SlotState):
     memory: DeltaMemory | None = None
 
     def spec(self, max_drafts: int, dtype: torch.dtype) -> SlotSpec:
+        return SlotSpec(sum(self._sizes(max_drafts, dtype)))
+
+    def _sizes(self, max_drafts: int, dtype: torch.dtype) -> list[int]:
+        """Bytes in a slot of each field of its memory."""
         heads = self.heads
         num_numbers = heads.num_value_heads * heads.key_dim * heads.value_dim
-        of_rows = self._ring_size(max_drafts) * heads.row_width * dtype.itemsize
-        return SlotSpec(num_numbers * torch.float32.itemsize + of_rows + torch.int64.itemsize)
+        num_rows = rows_kept(self.num_taps, max_drafts)
+        fields = (num_numbers * 4, num_rows * heads.row_width * dtype.itemsize, 8)
+        return [-(-size // _ALIGNMENT) * _ALIGNMENT for size in fields]
 
-    def bind(
-        self,
-        num_slots: int,
-        max_drafts: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        start: int = 0,
-    ) -> None:
+    def bind(self, memory: Tensor, max_drafts: int, dtype: torch.dtype, start: int = 0) -> None:
         heads = self.heads
-        shape = (num_slots, heads.num_value_heads, heads.key_dim, heads.value_dim)
-        ring = (num_slots, self._ring_size(max_drafts), heads.row_width)
+        state, ring, num_rows = memory.split(self._sizes(max_drafts, dtype), 1)
+        shape = heads.num_value_heads, heads.key_dim, heads.value_dim
+        ring_shape = rows_kept(self.num_taps, max_drafts), heads.row_width
         self.memory = DeltaMemory(
-            torch.zeros(shape, dtype=torch.float32, device=device),
-            torch.zeros(ring, dtype=dtype, device=device),
-            torch.full((num_slots,), start, device=device),
+            _as(state, torch.float32, *shape),
+            _as(ring, dtype, *ring_shape),
+            _as(num_rows, torch.int64).fill_(start),
         )
-
-    def copy(self, source: int, target: int) -> None:
-        for tensor in self.bound:
-            tensor[target].copy_(tensor[source])
 
     def free(self) -> None:
         self.memory = None
-
-    def _ring_size(self, max_drafts: int) -> int:
-        """Rows of drafts, and those before them that the convolution of the first reads."""
-        return max(1, self.num_taps - 1 + max_drafts)
 
     @property
     def bound(self) -> DeltaMemory:
