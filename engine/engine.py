@@ -27,7 +27,8 @@ from .api import (
 )
 from .config import EngineConfig
 from .logits_processors import ProcessorRegistry
-from .memory.device_memory import DeviceMemory, PageEvent
+from .memory.announcements import PageEvent
+from .memory.device_memory import DeviceMemory
 from .memory.states import KeptStates
 from .models.heads.head import Head
 from .models.network import PagedLayers
@@ -276,7 +277,8 @@ class Engine:
     def take_page_events(self) -> list[PageEvent]:
         """Pages that the prefix cache gained and lost since the last call, if configured."""
         memory = self.sequences.memory
-        events, memory.events = memory.events, []
+        events = [*memory.events]
+        memory.events.clear()
         return events
 
     def check_integrity(self) -> None:

@@ -10,33 +10,14 @@ computed tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
+from .announcements import Announcements, PageEvent
 from .host_tier import HostTier, PageCopies
 from .pages import DUMMY_PAGE, Pages
 from .sequence import SequenceMemory
 from .spec import PagedSpec
 from .states import KeptStates
-
-
-@dataclass(frozen=True, slots=True)
-class PageStored:
-    """From now on a page can be found by this hash."""
-
-    page_hash: bytes
-    parent_hash: bytes | None  # of the page before it; None for the first of a sequence
-    token_ids: list[int]  # [page_size]
-
-
-@dataclass(frozen=True, slots=True)
-class PageRemoved:
-    """No page can be found by this hash any more."""
-
-    page_hash: bytes
-
-
-PageEvent = PageStored | PageRemoved
 
 
 class DeviceMemory:
@@ -50,9 +31,8 @@ class DeviceMemory:
     With a second tier, pages whose room is needed go to host memory. Before a sequence that can
     share them is seated, they come back into free pages: see `bring_back`.
 
-    With `keeps_events`, `events` collects what the prefix cache gained and lost in the first group,
-    until its reader clears it. Pages of sequences with a `cache_salt` are private and never appear
-    there.
+    With `keeps_events`, `events` collects what routers hear of the first group's pages, until its
+    reader clears it.
     """
 
     def __init__(
@@ -84,11 +64,19 @@ class DeviceMemory:
         ]
         self._pages_with_draft: set[int] = set()  # whose draft KV is right
         self.states = states if prefix_caching else None
-        self._keeps_events = keeps_events
-        self._announced_hashes: set[bytes] = set()  # stored by an event, not removed yet
-        self.events: list[PageEvent] = []
+        self._announcements = None
+        if keeps_events:
+            self._announcements = Announcements(
+                page_size, self._is_found, needs_states=self.states is not None
+            )
+        if self.states is not None:
+            self.states.announcements = self._announcements
         self.host = HostTier(*host, self._announce_removed) if host else None
         self._awaits: SequenceMemory | None = None  # for which a transfer was begun last
+
+    @property
+    def events(self) -> list[PageEvent]:
+        return self._announcements.events if self._announcements else []
 
     @property
     def num_usable_pages(self) -> int:
@@ -276,8 +264,8 @@ class DeviceMemory:
                 for group, pages in zip(self._groups, memory.pages, strict=True)
                 if pages[i] != DUMMY_PAGE
             ]
-            if is_first[0] and self._keeps_events and not memory.cache_salt:
-                self._announce(memory, i)
+            if is_first[0] and self._announcements is not None:
+                self._announcements.stored(memory, i)
         memory.num_recorded_pages = max(memory.num_recorded_pages, num_full)
 
         num_full = num_drafted // self.page_size
@@ -378,20 +366,11 @@ class DeviceMemory:
         if page_hash is not None:
             self._announce_removed(g, page_hash)
 
-    def _announce_removed(self, g: int, page_hash: bytes) -> None:
-        """Report that a page can no longer be found, if so, and if it was reported to be there."""
-        if g > 0 or page_hash not in self._announced_hashes:
-            return
+    def _is_found(self, page_hash: bytes) -> bool:
+        """Whether a page of the first group can be found by this hash, here or in host memory."""
         in_host = self.host is not None and page_hash in self.host.hashes(0)
-        if not in_host and self._groups[0].find(page_hash) is None:
-            self._announced_hashes.remove(page_hash)
-            self.events.append(PageRemoved(page_hash))
+        return in_host or self._groups[0].find(page_hash) is not None
 
-    def _announce(self, memory: SequenceMemory, i: int) -> None:
-        page_hash, start = memory.page_hashes[i], i * self.page_size
-        if page_hash in self._announced_hashes:
-            return  # the host has kept it
-        parent_hash = memory.page_hashes[i - 1] if i > 0 else None
-        token_ids = memory.token_ids[start : start + self.page_size]
-        self._announced_hashes.add(page_hash)
-        self.events.append(PageStored(page_hash, parent_hash, token_ids))
+    def _announce_removed(self, g: int, page_hash: bytes) -> None:
+        if g == 0 and self._announcements is not None:
+            self._announcements.lost(page_hash)

@@ -9,6 +9,7 @@ takes as much as one of a short one.
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from .announcements import Announcements
 from .pages import Pages
 from .sequence import SequenceMemory
 
@@ -30,6 +31,7 @@ class KeptStates:
         self._free = list(places)
         self._place_of_hash: OrderedDict[bytes, int] = OrderedDict()  # the first goes next
         self._copies: list[tuple[int, int]] = []
+        self.announcements: Announcements | None = None  # hears which states are kept
 
     def last_edge(self, hashes: Sequence[bytes], most: int) -> int:
         """The last edge, counted in pages up to `most`, behind which a state is kept."""
@@ -75,8 +77,12 @@ class KeptStates:
             page_hash = memory.page_hashes[edge // self._page_size - 1]
             if edge < computed or pages.find(page_hash) is None or page_hash in self._place_of_hash:
                 continue
-            place = self._free.pop() if self._free else self._place_of_hash.popitem(last=False)[1]
+            if not self._free:
+                self.forget(next(iter(self._place_of_hash)))
+            place = self._free.pop()
             self._place_of_hash[page_hash] = place
+            if self.announcements is not None:
+                self.announcements.state_kept(memory, edge // self._page_size)
             if not is_of_use:  # so a long prompt pushes out one state, not all others
                 self._place_of_hash.move_to_end(page_hash, last=False)
             assert memory.slot is not None
@@ -86,6 +92,8 @@ class KeptStates:
         """Nobody can go on from this state any more, if it is kept."""
         if (place := self._place_of_hash.pop(page_hash, None)) is not None:
             self._free.append(place)
+            if self.announcements is not None:
+                self.announcements.state_lost(page_hash)
 
     def take_copies(self) -> list[tuple[int, int]]:
         """(from, to), in this order: slots that the device must copy before its next pass."""

@@ -13,7 +13,7 @@ from itertools import count
 import msgspec
 import zmq
 
-from ..memory.device_memory import PageEvent, PageRemoved, PageStored
+from ..memory.announcements import PageEvent, PageRemoved, PageStored
 
 _MEDIUM = "GPU"  # vLLM's name for the memory that the engine computes in, also on a CPU
 

@@ -17,7 +17,8 @@ from outrider.engine import measuring
 from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
 from outrider.engine.config import ConfigError, EngineConfig
 from outrider.engine.engine import Engine
-from outrider.engine.memory.device_memory import DeviceMemory, PageRemoved, PageStored
+from outrider.engine.memory.announcements import PageRemoved, PageStored
+from outrider.engine.memory.device_memory import DeviceMemory
 from outrider.engine.memory.host_tier import PageCopies
 from outrider.engine.memory.sequence import SequenceMemory
 from outrider.engine.memory.spec import PagedSpec

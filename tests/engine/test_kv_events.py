@@ -1,5 +1,6 @@
 """What routers are told of the prefix cache, and in what form."""
 
+import random
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,9 +16,11 @@ from tiny_models import save_tiny_model
 from outrider.engine.api import NewRequest, ReportProgress, SamplingParams
 from outrider.engine.config import CacheConfig, EngineConfig
 from outrider.engine.engine import Engine
-from outrider.engine.memory.device_memory import DeviceMemory, PageRemoved, PageStored
+from outrider.engine.memory.announcements import PageRemoved, PageStored
+from outrider.engine.memory.device_memory import DeviceMemory
 from outrider.engine.memory.sequence import SequenceMemory
 from outrider.engine.memory.spec import PagedSpec
+from outrider.engine.memory.states import KeptStates
 from outrider.engine.processes.kv_events import Publisher, to_messages
 from outrider.engine.processes.messages import (
     FromEngine,
@@ -74,6 +77,38 @@ def test_what_is_published_is_what_can_be_found() -> None:
         memory.events.clear()
         assert told == set(memory._groups[0]._page_of_hash)
     assert told
+
+
+def test_where_layers_keep_states_pages_are_published_in_front_of_them_alone() -> None:
+    """And withdrawn with the last state that needs them; a salted prompt's are not published."""
+    states = KeptStates(range(100, 103), PAGE, 3 * PAGE)
+    memory = DeviceMemory([PagedSpec(1)], [40], PAGE, states=states, keeps_events=True)
+    rng, told, pages_in_front = random.Random(0), set(), {}
+    texts = [[rng.randrange(9) for _ in range(60)] for _ in range(3)]
+    num_told = []
+    for _ in range(60):
+        text = [*rng.choice(texts)[: rng.randrange(60)], *rng.choice(texts)[: rng.randrange(1, 20)]]
+        one = SequenceMemory(text, rng.choice(["", "", "", "salt"]))
+        memory.attach_prefix(one, len(text) - 1, 0)
+        assert memory.allocate(one, len(text))
+        while (left := len(text) - one.num_computed_tokens) > 0:
+            end = one.num_computed_tokens + one.rows_up_to_an_edge(left)
+            memory.launch(one, end - len(text), None)
+        memory.release(one)
+        for i, page_hash in enumerate(one.page_hashes if not one.cache_salt else []):
+            pages_in_front[page_hash] = one.page_hashes[: i + 1]
+        for event in memory.events:
+            if isinstance(event, PageStored):
+                assert event.page_hash not in told
+                assert event.parent_hash is None or event.parent_hash in told
+                told.add(event.page_hash)
+            else:
+                told.remove(event.page_hash)
+        memory.events.clear()
+        needed = {h for kept in states._place_of_hash for h in pages_in_front.get(kept, ())}
+        assert told == {h for h in needed if memory._groups[0].find(h) is not None}
+        num_told.append(len(told))
+    assert max(num_told) > min(num_told[5:])
 
 
 def test_nothing_is_published_of_a_salted_prefix_or_unless_asked() -> None:
