@@ -193,6 +193,7 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
         "cache.page_size_tokens=8",
         "cache.memory_fraction=0.25",
         "cache.prefix_caching=false",
+        "cache.state_interval_tokens=512",
         "scheduler.max_num_seqs=3",
         "scheduler.max_num_batched_tokens=33",
         "scheduler.max_queue_len=5",
@@ -211,6 +212,7 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
     assert (speculation.suffix_min_tokens, speculation.suffix_answers_mib) == (3, 6)
     assert (cache.page_size_tokens, cache.memory_fraction) == (8, 0.25)
     assert not cache.prefix_caching
+    assert cache.state_interval_tokens == 512
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (3, 33)
     assert scheduler.max_queue_len == 5
     assert (config.max_model_len, config.num_threads) == (99, 1)

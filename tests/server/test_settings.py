@@ -79,6 +79,7 @@ def test_environment_names_without_a_section_are_not_ours() -> None:
         ("server.port", "65536"),
         ("server.shutdown_timeout_s", "nan"),
         ("cache.memory_fraction", "0"),
+        ("cache.state_interval_tokens", "0"),
     ],
 )
 def test_a_bad_value_is_refused_naming_key_value_and_source(key: str, text: str) -> None:
