@@ -198,7 +198,7 @@ def _cell_by_cell(
         "DTYPE": tl.bfloat16 if splits and not INTERPRET else tl.float32,
     }
     cells_kernel[(num_heads, num_cells)](
-        cells, convolved, factors, *sequences, num_seqs, **shared, num_warps=1
+        cells, convolved, factors, *sequences, num_seqs, **shared, num_warps=1 if splits else 4
     )
     block_v = min(_CELL_COLUMNS, max(16, triton.next_power_of_2(value_dim)))
     cell_by_cell_kernel[(triton.cdiv(value_dim, block_v), num_heads, num_seqs)](
