@@ -46,7 +46,7 @@ def make_pass(
     torch.manual_seed(0)
     x = torch.randn(num_seqs * num_rows, heads.row_width, device=DEVICE).bfloat16()
     weights = DeltaWeights(
-        torch.randn(heads.num_channels, TAPS, device=DEVICE).bfloat16(),
+        torch.randn(TAPS, heads.num_channels, device=DEVICE).bfloat16().t(),
         torch.zeros(heads.num_value_heads, device=DEVICE),
         torch.zeros(heads.num_value_heads, device=DEVICE),
     )

@@ -60,7 +60,8 @@ class DeltaHeads(NamedTuple):
 class DeltaWeights(NamedTuple):
     """What a delta net has learned, besides its linear layers."""
 
-    convolution: Tensor  # [num_channels, taps], the last for the row itself
+    # [num_channels, taps], the last for the row itself; fastest if it lies tap by tap
+    convolution: Tensor
     a_log: Tensor  # [num_value_heads] float32
     dt_bias: Tensor  # [num_value_heads] float32
 
@@ -102,7 +103,6 @@ def delta_net(
     if not uses_triton(x):
         return delta_net_reference(x, heads, weights, memory, rows, num_tokens)
     assert x.stride(1) == 1
-    assert weights.convolution.is_contiguous()
     assert memory.state.stride(3) == memory.ring.stride(2) == 1
     out = x.new_zeros(len(x), heads.num_value_heads, heads.value_dim)
     num_seqs, ring_size = len(rows.slots), memory.ring.shape[1]
@@ -134,7 +134,10 @@ def delta_net(
         factors,
         x,
         x.stride(0),
-        *weights,
+        weights.convolution,
+        *weights.convolution.stride(),
+        weights.a_log,
+        weights.dt_bias,
         memory.ring,
         memory.ring.stride(0),
         *sequences,

@@ -65,6 +65,8 @@ def prepare_kernel(
     x_ptr,  # [T, row_width]
     x_stride,
     convolution_ptr,  # [channels, TAPS]
+    channel_stride,
+    tap_stride,
     a_log_ptr,  # [VALUE_HEADS]
     dt_bias_ptr,  # [VALUE_HEADS]
     ring_ptr,  # [num_slots, RING, row_width]
@@ -113,13 +115,14 @@ def prepare_kernel(
         mask = (d[None, :] < dim[:, None]) & is_there[:, None]
         first_x_ptr, slot_ring_ptr = x_ptr + begin * x_stride, ring_ptr + slot * ring_stride
         dtype = x_ptr.dtype.element_ty
+        weight_ptr = convolution_ptr + channel * channel_stride
         total = tl.zeros([ROWS * HEADS, BLOCK_D], tl.float32)
         for tap in tl.static_range(TAPS):
             x = _at(
                 first_x_ptr, slot_ring_ptr, position[:, None] - (TAPS - 1) + tap, first, channel,
                 mask, x_stride, RING, WIDTH,
             )  # fmt: skip
-            weight = tl.load(convolution_ptr + channel * TAPS + tap, mask=mask, other=0.0)
+            weight = tl.load(weight_ptr + tap * tap_stride, mask=mask, other=0.0)
             total += x.to(tl.float32) * weight.to(tl.float32)
         y = silu(total.to(dtype).to(tl.float32)).to(dtype)
         row = begin + seq * RING + (position - start)

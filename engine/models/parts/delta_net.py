@@ -126,7 +126,7 @@ class DeltaNet(Part):
             ),
             output=tensors.linear(num_values, {f"{name}.out_proj": width}, axis="inputs"),
             weights=DeltaWeights(
-                convolution[:, 0].contiguous(),
+                convolution[:, 0].t().contiguous().t(),
                 tensors.float32(f"{name}.A_log", heads.num_value_heads, cut=by_head),
                 tensors.float32(f"{name}.dt_bias", heads.num_value_heads, cut=by_head),
             ),
