@@ -1,7 +1,7 @@
 """Custom logits processors: the operator registers them, and requests choose them by name."""
 
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Protocol
 
 from torch import Tensor
@@ -38,7 +38,7 @@ class ProcessorRegistry:
     """
 
     def __init__(self, specs: tuple[str, ...]) -> None:
-        installed = entry_points(group=ENTRY_POINT_GROUP)
+        installed = entry_points(group=ENTRY_POINT_GROUP) if specs else EntryPoints()
         self._factories: dict[str, Factory] = {}
         for spec in specs:
             name, _, value = (part.strip() for part in spec.partition("="))
