@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from proven_once import prove_once
 from tiny_models import DEVICE, Quick, Tiny, save_tiny_model
 
 from outrider.engine.models import compiled_decoder
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.model.rope import rotary_table
+
+prove_once()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from proven_once import prove_once
 from running_server import RunningServer, free_port, running_server
 from scripted_client import Play, steps
 from served import Served
@@ -14,6 +15,8 @@ from tokenizers_for_tests import byte_fallback_tokenizer, byte_level_tokenizer
 
 from outrider.engine.api import NewRequest, RequestOutput
 from outrider.server.text.tokenizer import Tokenizer
+
+prove_once()
 
 
 @pytest.fixture(scope="session")
