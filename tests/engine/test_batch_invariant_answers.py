@@ -59,10 +59,10 @@ def config_of(
     pair: Pair, dtype: str, k: int, *, enforce_eager: bool = False, **settings: int
 ) -> EngineConfig:
     target, draft = pair
-    told = {"page_size": 16, "num_pages": 128, "max_num_batched_tokens": 512, **settings}
-    told = {"max_num_seqs": 8, **told} if ON_GPU else told  # of fewer graphs
+    sizes = {"page_size": 16, "num_pages": 128, "max_num_batched_tokens": 512, **settings}
+    sizes = {"max_num_seqs": 8, **sizes} if ON_GPU else sizes  # of fewer graphs
     return replace(
-        engine_config(target, draft, k=k, **told),
+        engine_config(target, draft, k=k, **sizes),
         target=ModelConfig(path=str(target), dtype=dtype),
         draft=ModelConfig(path=str(draft), dtype="bfloat16" if ON_GPU else "auto"),
         batch_invariant=True,
@@ -87,7 +87,7 @@ def test_answers_are_equal_to_the_bit(dtype: str, pair: Pair) -> None:
     truth = one_by_one(engine(pair, dtype, 0, enforce_eager=True))
     assert len({token for ids, _ in truth for token in ids}) > 50  # no loop of a few
     accepted = drafted = 0
-    for k in (1, 3, 6):
+    for k in (1, 6):  # and 3 below
         drafting = engine(pair, dtype, k)
         assert one_by_one(drafting) == truth, k
         stats = drafting.stats()

@@ -9,7 +9,7 @@ from distributions import bound, chi_squared, total_variation
 from engines import GREEDY, engine_config, prompts, run, sampling_config, tokens
 from heads import save_tiny_head
 from target_distribution import joint, sample
-from tiny_models import VOCAB, Tiny
+from tiny_models import VOCAB, Quick, Tiny
 
 from outrider.engine.api import InvalidRequestError, NewRequest, RequestOutput, SamplingParams
 from outrider.engine.engine import Engine
@@ -228,15 +228,14 @@ def test_nobody_else_is_answered_differently(
     ],
 )
 def test_the_joint_is_the_targets_if_half_of_all_requests_predict(
-    rule: str, proposer: str, lag: int, k: int, tiny_model: Tiny, tmp_path: Path
+    rule: str, proposer: str, lag: int, k: int, quick_model: Quick, tmp_path: Path
 ) -> None:
-    shape = {"vocab_size": 4, "scale": 0.15}
-    target = tiny_model("llama", seed=3, num_hidden_layers=2, **shape)
     if proposer == "head":
+        target = quick_model(3, 2)
         options = {"boundaries": (0, 1, 2), "draft_vocab": 3, "scale": 0.2}
         draft = save_tiny_head(tmp_path, target, **options)
     else:
-        draft = tiny_model("llama", seed=4, num_hidden_layers=1, **shape)
+        target, draft = quick_model(3), quick_model(4)
     config = sampling_config(target, draft, "draft_model")
     speculation = replace(config.speculation, num_speculative_tokens=k)
     engine = Engine(replace(config, speculation=speculation))

@@ -1,5 +1,6 @@
 """Whatever JSON comes in, the answer is a success or an error that names a reason."""
 
+import os
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from outrider.server.api.responses_protocol import ResponsesRequest
 from outrider.server.api.tokenization import TokenizeChat
 from outrider.server.base.unknown_fields import NEUTRAL_VALUES
 
+EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "50"))
 MESSAGES = [{"role": "user", "content": "Hi"}]
 ENDPOINTS: list[tuple[str, type[BaseModel], dict[str, Any]]] = [
     ("/v1/completions", CompletionRequest, {"prompt": "Hi"}),
@@ -64,7 +66,7 @@ def served() -> Served:
 
 
 @pytest.mark.parametrize(("path", "model", "minimal"), ENDPOINTS)
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), complete=st.booleans())
 def test_any_fields_are_answered(
     served: Served,
@@ -83,7 +85,7 @@ def test_any_fields_are_answered(
         assert len(reply.body) < 4000
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(messages=st.lists(MESSAGE | JSON, max_size=3), end=st.booleans())
 def test_any_messages_are_answered(served: Served, messages: list[Any], end: bool) -> None:
     for path, body in (
@@ -100,7 +102,7 @@ def test_any_messages_are_answered(served: Served, messages: list[Any], end: boo
             assert len(reply.body) < 4000
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(body=JSON)
 def test_any_value_as_the_body_is_answered(served: Served, body: object) -> None:
     for path, _, _ in ENDPOINTS:

@@ -134,14 +134,14 @@ def test_the_metrics_port_reports_all_and_nothing_else(
 
 
 def test_the_page_finds_the_same_behind_each(clients: list[httpx.Client]) -> None:
-    told = []
+    shown = []
     for client in clients:
         client.post("/v1/completions", json=SHORT)
         assert client.get("/ui/").status_code == 200
         with client.stream("GET", "/stats/stream?interval_s=0.1") as stream:
             stats = json.loads(next(events_of(stream)))
-        told.append((client.get("/info").json(), stats["latencies"]["time_to_first_token"]))
-    (info, _), (other_info, latency) = told
+        shown.append((client.get("/info").json(), stats["latencies"]["time_to_first_token"]))
+    (info, _), (other_info, latency) = shown
     assert info == other_info
     assert info["engine"]["speculation"]["sources"] == ["prediction", "grammar", "suffix"]
     assert latency["count"] >= 2  # also those of the other
