@@ -50,7 +50,7 @@ LOCK := build/uv/bin/uv pip compile --quiet --no-config --generate-hashes --no-a
 	--custom-compile-command "make lock"
 
 .PHONY: gpu gpu-ranks gpu-set-up lock $(GPU_PARTS) \
-	help serve test deep oldest newest sweep clients scale release check format-check lint types mutate docs docs-test format \
+	help serve test deep every-test oldest newest sweep clients scale release check format-check lint types mutate docs docs-test format \
 	clean
 
 help: ## list these targets
@@ -68,6 +68,10 @@ test: .make/dev ## run the tests (ARGS= for pytest)
 deep: .make/dev ## run the further cases that make test leaves out
 	$(TEST) -m deep $(ARGS)
 
+# Two runs would import, collect and start the same servers twice.
+every-test: .make/dev ## test and deep in one run, as CI has them
+	$(TEST) -m 'not sweep and not scale and not docs' $(ARGS)
+
 oldest newest: %: .make/%
 	$(subst $(BIN)/pytest,build/$@/bin/python -m pytest -p no:cacheprovider,$(TEST)) $(ARGS)
 
@@ -83,7 +87,7 @@ clients: .make/clients ## fetch other people's clients (3 GB), and run them agai
 scale: .make/scale ## fetch routers, Ray and Helm (1.5 GB), and try replicas behind them (15 minutes)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m scale --timeout 900 $(ARGS)
 
-check: format-check lint types test ## formatting, lint, types and tests; CI also runs deep and docs-test
+check: format-check lint types test ## formatting, lint, types and tests
 
 format-check: .make/dev
 	$(BIN)/ruff format --check .
