@@ -25,7 +25,7 @@ import torch
 from outrider.kernels.verify import verify as kernels
 from outrider.kernels.verify.logprobs import gather_logprobs
 from outrider.kernels.verify.sampling import Rule, Sampling
-from outrider.kernels.verify.step import SlotState
+from outrider.kernels.verify.step import SlotContents
 
 L2_BYTES = 60e6
 DEVICE = "cuda"
@@ -65,7 +65,7 @@ MORE_MODES = [
 class Inputs(NamedTuple):
     target: torch.Tensor  # [B * (k + 1), V]
     cu_rows: torch.Tensor
-    slots: SlotState  # without known tokens, so that no call moves them on
+    slots: SlotContents  # without known tokens, so that no call moves them on
     slot: torch.Tensor
     drafts: torch.Tensor  # [B, k + 1], for the slots
     num_drafts: torch.Tensor
@@ -108,7 +108,7 @@ def make_inputs(target: torch.Tensor, draft: torch.Tensor, mode: Mode, seed: int
     """A step over these logits, its drafts drawn from the draft's."""
     batch, k, vocab = draft.shape
     slot = torch.arange(batch, device=DEVICE)
-    slots = SlotState(
+    slots = SlotContents(
         torch.zeros(batch, k + 1, dtype=torch.int32, device=DEVICE),
         torch.zeros_like(slot),
         make_sampling(batch, mode, seed),

@@ -21,7 +21,7 @@ from outrider.engine.logit_edits import LogitEdits, RequestRows
 from outrider.engine.request import Request
 from outrider.engine.state.slots import Slots
 from outrider.kernels.verify.sampling import Rule, Sampling
-from outrider.kernels.verify.step import SlotState
+from outrider.kernels.verify.step import SlotContents
 from outrider.kernels.verify.verify import verify
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -116,7 +116,7 @@ def verify_calls(
     drafts = torch.randint(0, vocab, (batch, k + 1), dtype=torch.int32, device=DEVICE)
     slot = torch.arange(batch, device=DEVICE)
     # Without known tokens, so that no call moves them on; the drafts are random in every one.
-    slots = SlotState(drafts, torch.zeros_like(slot), sampling)
+    slots = SlotContents(drafts, torch.zeros_like(slot), sampling)
     return {
         str(x.dtype): lambda x=x: verify(
             x, cu_rows, slots, slot, full(k, torch.int32), k, None, vocab, filters=False

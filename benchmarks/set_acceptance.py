@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.engine.scoring import verifier
-from outrider.kernels.verify.step import SlotState
+from outrider.kernels.verify.step import SlotContents
 
 MAX_DRAFTS = 32
 
@@ -40,7 +40,7 @@ def set_acceptance(tokens_a_step: float, most: int, at_k: int | None = None) -> 
     def verdict(
         logits: Tensor,
         cu_rows: Tensor,
-        slots: SlotState,
+        slots: SlotContents,
         slot: Tensor,
         num_drafts: Tensor,
         k: int,

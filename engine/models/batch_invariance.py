@@ -14,7 +14,7 @@ from .decoder import Decoder
 from .network import Network
 from .one_prompt import PAGE, num_pages_of, one_prompt
 from .proof import CHECKED_LENGTHS
-from .weights import as_batch_invariant
+from .weights import Layer
 
 # Numbers of rows in which a prompt is computed, to compare with one pass over all of it: decodes,
 # verifications and prompts. A CPU's products were compared when they were packed, and are slow. On
@@ -40,7 +40,7 @@ def make_batch_invariant(network: Network, *, at_any_cost: bool = False) -> None
             )
         blocks, output_layer = list(network.blocks), network.output_layer
         try:
-            network.change_linears(as_batch_invariant)
+            network.change_linears(Layer.as_batch_invariant)
             _prove(network)
         except Exception as reason:
             network.blocks, network.output_layer = blocks, output_layer

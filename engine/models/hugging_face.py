@@ -26,7 +26,7 @@ from .attention import ForwardBatch, PagedAttention
 from .checkpoint import ReportCounts
 from .network import Network, Pass
 from .pretrained import load_pretrained
-from .weights import Dense, Linear, packed
+from .weights import Dense, Linear
 
 # Must not contain "flash", "sdpa", "flex", "paged|" or "/", which mean something to transformers.
 _NAME = "outrider_{}"
@@ -240,7 +240,7 @@ def pack_linears(model: nn.Module, *, rounds: bool = False) -> None:
             if type(child) is not nn.Linear:
                 continue
             plain = Linear(Dense(child.weight), child.bias)
-            fast = packed(plain, rounds=rounds)
+            fast = plain.packed(rounds=rounds)
             if fast is not plain:
                 setattr(parent, name, PackedLinear(fast))
 

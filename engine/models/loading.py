@@ -45,7 +45,7 @@ from .network import Network
 from .proof import CHECKED_LENGTHS, Original, why_different
 from .shares import WHOLE, Share
 from .unread import warn_of_unread
-from .weights import Dense, Tiles, packed
+from .weights import Dense, Layer, Tiles
 
 log = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ class _Loader:
         rounds = rounds_weights(self.config, self.is_draft)
         in_codes = isinstance(decoder.output_layer.weight, Tiles)
         is_tied = self.hf_config.tie_word_embeddings and in_codes
-        decoder.change_linears(partial(packed, rounds=rounds))
+        decoder.change_linears(partial(Layer.packed, rounds=rounds))
         if self.share.size == 1 and can_compile(decoder):
             decoder = CompiledDecoder(decoder, is_tied=is_tied)
         return decoder

@@ -6,7 +6,7 @@ chooses the format by what the checkpoint holds.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, Literal, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from outrider.kernels.model.silu_mul import silu_mul, silu_mul_reference
 
 Axis = Literal["outputs", "inputs"]
 W = TypeVar("W", bound="Weight", covariant=True)
-L = TypeVar("L", bound="Layer[Any]")
 
 
 class Fused(TypedDict, total=False):
@@ -293,6 +292,18 @@ class Layer(NamedTuple, Generic[W]):
     bias: Tensor | None  # [N]
     axis: Axis | None = None  # along which ranks share it; None: each has the whole
 
+    def as_batch_invariant(self) -> Self:
+        """The same layer on a GPU; the bits of a row do not depend on the batch.
+
+        Raises ValueError if its format or this GPU cannot do that.
+        """
+        return self._replace(weight=self.weight.as_batch_invariant(self.bias))
+
+    def packed(self, *, rounds: bool) -> Self:
+        """The same layer in the format that is fastest on a CPU; `rounds` allows 8 bits."""
+        weight = self.weight.packed(rounds=rounds)
+        return self if weight is self.weight else self._replace(weight=weight)
+
 
 class Linear(Layer[Matrix]):
     """A linear layer: x W^T + b."""
@@ -316,17 +327,3 @@ class Linear(Layer[Matrix]):
 
 # Makes the same layer in another format; of one kind, the same kind.
 Change = Callable[[Any], Any]
-
-
-def as_batch_invariant(layer: L) -> L:
-    """The same layer on a GPU; the bits of a row do not depend on the batch.
-
-    Raises ValueError if its format or this GPU cannot do that.
-    """
-    return layer._replace(weight=layer.weight.as_batch_invariant(layer.bias))
-
-
-def packed(layer: L, *, rounds: bool) -> L:
-    """The same layer in the format that is fastest on a CPU; `rounds` allows rounding to 8 bits."""
-    weight = layer.weight.packed(rounds=rounds)
-    return layer if weight is layer.weight else layer._replace(weight=weight)

@@ -58,19 +58,17 @@ def build_proposer(
 
 
 def _head_source(head: Head, target: Network, slots: Slots, edits: LogitEdits) -> HeadSource:
-    """A head, what it makes of the target's passes, and how it drafts then."""
+    """A head, and how it drafts from what it makes of the target's passes."""
     draws = Draws(slots, edits, head)
     drafter: Drafter
     if isinstance(head, BlockHead):
-        blocks = MasksAfterAnchor(head, slots)
-        read = blocks.read
-        drafter = BlockByBlock(head, blocks, draws, slots, head.chain, head.confidence)
+        masks = MasksAfterAnchor(head, slots)
+        drafter = BlockByBlock(head, masks, draws, slots, head.chain, head.confidence)
     else:
         assert isinstance(head, AutoregressiveHead)
         last_rows = LastRows(head, target, slots)
-        read = last_rows.read
         if isinstance(head, Eagle3Head) and head.mask is not None:
             drafter = BlockByBlock(head, MasksAfterLastRow(head, last_rows), draws, slots)
         else:
             drafter = TokenByToken(head, last_rows, draws, slots)
-    return HeadSource(head, target, read, drafter, draws, slots, edits)
+    return HeadSource(head, target, drafter, draws, slots, edits)

@@ -85,7 +85,7 @@ class MasksAfterLastRow:
     num_more_rows = -1
 
     def __init__(self, head: Eagle3Head, last_rows: LastRows) -> None:
-        self._head, self._last_rows = head, last_rows
+        self._head, self._last_rows, self.read = head, last_rows, last_rows.read
 
     def __call__(self, packed: Tensor, shape: Shape, k: int) -> Block:
         batch = self._last_rows.unpack(packed, shape)
@@ -113,7 +113,7 @@ class BlockByBlock(Drafter):
         confidence: ConfidenceHead | None = None,
     ) -> None:
         self._head, self._blocks, self._draws = head, blocks, draws
-        self._slots = slots
+        self._slots, self.read = slots, blocks.read
         self._chain, self._confidence = chain, confidence
 
     def likely(

@@ -26,13 +26,13 @@ from ..state.slots import Slots
 from .draws import Draws, LogitsOf
 from .proposer import Counts, Source
 
-# Computes the head's rows for a pass of the target: (integers, shape, taps, *BatchRows) -> any
-# tensor. Shape: taps [T, num_taps, target's hidden].
-Reader = Callable[..., Tensor]
-
 
 class Drafter(ABC):
-    """How a head drafts, once it has read what the target computed."""
+    """How a head reads what the target computed, and how it drafts then."""
+
+    # Computes the head's rows for a pass of the target: (integers, shape, taps, *BatchRows) -> any
+    # tensor. Shape: taps [T, num_taps, target's hidden].
+    read: Callable[..., Tensor]
 
     @abstractmethod
     def pack(
@@ -76,7 +76,6 @@ class HeadSource(Source):
         self,
         head: Head,
         target: Network,
-        read: Reader,
         drafter: Drafter,
         draws: Draws,
         slots: Slots,
@@ -88,7 +87,7 @@ class HeadSource(Source):
         self._head = head
         self._target = target
         self._drafter = drafter
-        self._reads = Phase(read, slots.device)
+        self._reads = Phase(drafter.read, slots.device)
         self._drafts = Phase(drafter.draft, slots.device)
 
     def rehearse(self, scored: Pass) -> None:

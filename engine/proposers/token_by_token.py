@@ -65,7 +65,7 @@ class TokenByToken(Drafter):
         self, head: AutoregressiveHead, last_rows: LastRows, draws: Draws, slots: Slots
     ) -> None:
         self._head, self._last_rows, self._draws = head, last_rows, draws
-        self._slots = slots
+        self._slots, self.read = slots, last_rows.read
 
     def draft(self, integers: Tensor, shape: Shape) -> Tensor:
         size, k, filters, draws = shape

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.verify.sampling import Rule, Sampling
-from outrider.kernels.verify.step import SlotState
+from outrider.kernels.verify.step import SlotContents
 
 from ..api import Verification
 from ..request import Request
@@ -90,7 +90,7 @@ class Slots:
         )
         # Each field: [num_slots]
         self.sampling = Sampling(temperature, top_k, top_p, min_p, seed, rule)
-        self.state = SlotState(self.token_ids, self.num_tokens, self.sampling)
+        self.state = SlotContents(self.token_ids, self.num_tokens, self.sampling)
         # Is given all changes of the block tables: see `write_pages`.
         self.on_pages: Callable[[np.ndarray], None] | None = None
         # By slot, those that were seated there last and still exist.

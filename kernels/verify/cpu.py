@@ -16,7 +16,7 @@ from torch import Tensor
 from ..cpu import layers
 from ..cpu.layers import Batch, Decoder, Slots, fields, library, num_threads, pointer
 from .philox import Purpose
-from .step import SlotState, Step
+from .step import SlotContents, Step
 
 
 class _Step(Structure):  # mirrors rows.h, which has the shapes
@@ -44,7 +44,7 @@ def takes(logits: Tensor, draft_logits: Tensor | None = None) -> bool:
 
 
 def verify_arrays(
-    slots: SlotState,
+    slots: SlotContents,
     slots_np: np.ndarray,
     num_drafts_np: np.ndarray,
     max_drafts: int,
@@ -86,7 +86,7 @@ def draw(step: Step) -> Tensor:
 class LinesOfDrafts:
     """Up to k_i drafts for each of N sequences in slots, each predicted by a pass of a model."""
 
-    slots: SlotState
+    slots: SlotContents
     slots_np: np.ndarray  # [N] int64
     counts_np: np.ndarray  # [N] int64, k_i; then how many were drawn
     # [N] float64: no draft follows if all drafts so far are less likely to be accepted than this
@@ -115,7 +115,7 @@ class LinesOfDrafts:
 
 
 def _in_slots(
-    slots: SlotState,
+    slots: SlotContents,
     slots_np: np.ndarray,
     logits: Tensor,
     vocab_size: int,

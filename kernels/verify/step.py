@@ -21,7 +21,7 @@ from .sampling import Sampling
 COLUMNS = tl.constexpr(64)  # lanes for a request's outcome: a power of two above MAX_DRAFTS + 1
 
 
-class SlotState(NamedTuple):
+class SlotContents(NamedTuple):
     """The contents of the slots."""
 
     token_ids: Tensor  # [num_slots, width] int32, known ones and then drafts
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
     logits: Tensor  # [N, V] raw; request i has rows cu_rows[i]:cu_rows[i + 1]
     cu_rows: Tensor | None  # [B + 1] int32; None: one row a request
-    slots: SlotState
+    slots: SlotContents
     slot: Tensor  # [B] of any integers
     num_drafts: Tensor | None  # [B] int32, 0..K; None: no drafts
     max_drafts: int  # K

@@ -48,12 +48,12 @@ from .row_outcome import RowOutcomes
 from .row_state import row_state, row_state_reference
 from .sampling import MAX_DRAFTS, STATE_WIDTH
 from .scan import scan, scan_reference
-from .step import SlotState, Step, emit_reference, gather_reference
+from .step import SlotContents, Step, emit_reference, gather_reference
 
 
 def draw_draft(
     logits: Tensor,
-    slots: SlotState,
+    slots: SlotContents,
     slot: Tensor,
     offset: Tensor,
     kept: tuple[Tensor, Tensor] | None,
@@ -100,7 +100,7 @@ def draw_draft(
 def verify(
     target_logits: Tensor,
     cu_rows: Tensor,
-    slots: SlotState,
+    slots: SlotContents,
     slot: Tensor,
     num_drafts: Tensor,
     max_drafts: int,

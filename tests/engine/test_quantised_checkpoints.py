@@ -22,7 +22,7 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.formats import fp8
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.narrow_weight import Narrow, Scaled, Stacked, check_fp8
-from outrider.engine.models.weights import Dense, Linear, as_batch_invariant
+from outrider.engine.models.weights import Dense, Linear
 from outrider.kernels.model.narrow_matrix import round_to_fp8
 
 # Blocks of 128 end within a matrix, and the merged q, k, v begin within one.
@@ -267,14 +267,14 @@ def test_a_quantised_checkpoint_is_not_quantised_again(plain: Path, tmp_path: Pa
 
 def test_a_layer_of_several_forms_keeps_its_bits_if_each_of_them_can() -> None:
     narrow = Narrow(round_to_fp8(torch.randn(16, 32)), torch.float32)
-    linear = as_batch_invariant(Linear(narrow, None))
+    linear = Linear(narrow, None).as_batch_invariant()
     assert torch.equal(linear.weight.dequantised(), narrow.dequantised())
     stacked = Stacked([narrow, narrow])
-    kept = as_batch_invariant(Linear(stacked, torch.zeros(32))).weight
+    kept = Linear(stacked, torch.zeros(32)).as_batch_invariant().weight
     assert (stacked.batch_invariant, kept.batch_invariant) == (False, True)
     assert torch.equal(kept.dequantised(), stacked.dequantised())
     with pytest.raises(ValueError, match="16 bits"):
-        as_batch_invariant(Linear(Stacked([narrow, Dense(torch.randn(16, 32))]), None))
+        Linear(Stacked([narrow, Dense(torch.randn(16, 32))]), None).as_batch_invariant()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.rope import rope_and_store
 from outrider.kernels.verify.logprobs import gather_logprobs
-from outrider.kernels.verify.step import SlotState
+from outrider.kernels.verify.step import SlotContents
 from outrider.kernels.verify.verify import draw_draft
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
@@ -116,7 +116,7 @@ def test_a_drafts_logits_are_kept_in_the_last_slot() -> None:
     num_slots, num_drafts = 2 * FAR // (8 * VOCAB) + 3, 8
     kept = torch.empty(num_slots, num_drafts, VOCAB, dtype=torch.float16, device=DEVICE)
     state = torch.zeros(num_slots, num_drafts, 4, device=DEVICE)
-    slots = SlotState(
+    slots = SlotContents(
         torch.zeros(num_slots, 12, dtype=torch.int32, device=DEVICE),
         torch.full((num_slots,), 2, device=DEVICE),
         make_sampling(num_slots),

@@ -7,7 +7,7 @@ import torch
 from verification import DEVICE, Batch, Verified, equal, make_sampling, mixed_sampling, on_road
 
 from outrider.kernels.verify.sampling import STATE_LOG_Z, Sampling
-from outrider.kernels.verify.step import SlotState
+from outrider.kernels.verify.step import SlotContents
 from outrider.kernels.verify.verify import draw_draft, verify
 
 NUM_SLOTS, WIDTH, VOCAB = 9, 64, 97
@@ -16,7 +16,7 @@ UNTOUCHED = 55_555
 
 
 class Seats(NamedTuple):
-    slots: SlotState
+    slots: SlotContents
     kept: tuple[torch.Tensor, torch.Tensor]  # [NUM_SLOTS, K, V'] and [NUM_SLOTS, K, 4]
 
 
@@ -28,7 +28,7 @@ def seat(batch: Batch, seats: list[int]) -> Seats:
     fields = mixed_sampling(NUM_SLOTS, 99)
     sampling = Sampling(*(field.clone() for field in fields))
     sampling.temperature[DUMMY] = 0
-    slots = SlotState(
+    slots = SlotContents(
         torch.full((NUM_SLOTS, WIDTH), UNTOUCHED, dtype=torch.int32, device=DEVICE), known, sampling
     )
     logits = torch.full((NUM_SLOTS, columns, width), 7.0, device=DEVICE)

@@ -15,7 +15,7 @@ from verification import (
 
 from outrider.kernels.verify.cpu import probabilities, probabilities_reference, takes
 from outrider.kernels.verify.sampling import STATE_LOG_Z, STATE_THRESHOLD, Rule
-from outrider.kernels.verify.step import SlotState
+from outrider.kernels.verify.step import SlotContents
 from outrider.kernels.verify.verify import draw_draft as draw_in_slots
 from outrider.kernels.verify.verify import verify as verify_in_slots
 
@@ -88,13 +88,13 @@ def test_drafts_and_their_states(dtype: torch.dtype, vocab: int) -> None:
     assert torch.equal(*exact)
 
 
-def slots_of(token_ids: Tensor, draws: bool = False, seed: int = 0) -> SlotState:
+def slots_of(token_ids: Tensor, draws: bool = False, seed: int = 0) -> SlotContents:
     """Slots of greedy requests, or of all kinds. Shape: token_ids [NUM_SLOTS, width]."""
     num_tokens = torch.arange(NUM_SLOTS) % 3 + 1
     num_tokens[-1] = 0
     greedy = make_sampling(NUM_SLOTS, temperature=0)
     sampling = mixed_sampling(NUM_SLOTS, seed) if draws else greedy
-    return SlotState(token_ids.clone(), num_tokens, sampling)
+    return SlotContents(token_ids.clone(), num_tokens, sampling)
 
 
 def some_logits(num_rows: int, vocab: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -110,7 +110,7 @@ def some_logits(num_rows: int, vocab: int, dtype: torch.dtype, seed: int) -> Ten
 
 
 def drafted(
-    slots: SlotState, vocab: int, dtype: torch.dtype, generator: torch.Generator
+    slots: SlotContents, vocab: int, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Draft logits of each slot, and their states; some drafts were not drawn but chosen."""
     logits = (2 * torch.randn(NUM_SLOTS, COLUMNS, vocab, generator=generator)).to(dtype)

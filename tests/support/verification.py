@@ -13,7 +13,7 @@ from outrider.kernels.edits import bad_words, bitmask, penalties, token_bias
 from outrider.kernels.verify import logprobs as logprobs_module
 from outrider.kernels.verify import verify as verify_module
 from outrider.kernels.verify.sampling import STATE_WIDTH, Rule, Sampling
-from outrider.kernels.verify.step import SlotState
+from outrider.kernels.verify.step import SlotContents
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HAS_KERNELS = INTERPRET or DEVICE.type == "cuda"
@@ -140,7 +140,7 @@ class DraftSample(NamedTuple):
     state: torch.Tensor  # [N, 4] float32
 
 
-def seated(sampling: Sampling, anchor: torch.Tensor, draft_ids: torch.Tensor) -> SlotState:
+def seated(sampling: Sampling, anchor: torch.Tensor, draft_ids: torch.Tensor) -> SlotContents:
     """Slots of requests in this order, with their drafts after the known tokens; and the dummy.
 
     Shape: sampling, anchor [B]; draft_ids [B, K].
@@ -150,7 +150,7 @@ def seated(sampling: Sampling, anchor: torch.Tensor, draft_ids: torch.Tensor) ->
     token_ids = torch.zeros(shape, dtype=torch.int32, device=anchor.device)
     offset = torch.arange(draft_ids.shape[1], device=anchor.device)
     token_ids[:-1].scatter_(1, anchor[:, None] + offset, draft_ids.int())
-    return SlotState(token_ids, anchor.clone(), sampling)
+    return SlotContents(token_ids, anchor.clone(), sampling)
 
 
 def draw_draft(

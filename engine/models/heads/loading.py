@@ -31,7 +31,7 @@ from ..narrow_weight import in_fp8
 from ..network import Network
 from ..parts.attention import Attention
 from ..parts.convolved import Convolved
-from ..weights import Dense, Linear, packed
+from ..weights import Dense, Layer, Linear
 from .block_head import BlockHead, Context
 from .chain import ConfidenceHead, MarkovHead, Selector
 from .config import BlockConfig, HeadConfig, HeadError, mtp_names
@@ -58,7 +58,7 @@ def load_head(
     if target.device.type != "cpu" and _rounds(config, target):
         head.output_layer = in_fp8(head.output_layer)  # which may be the target's
     if target.device.type == "cpu":
-        head.change_linears(partial(packed, rounds=rounds_weights(config, is_draft=True)))
+        head.change_linears(partial(Layer.packed, rounds=rounds_weights(config, is_draft=True)))
     return head
 
 
