@@ -10,7 +10,7 @@ from statistics import median
 
 import numpy as np
 
-from outrider.engine.proposers.predictions import ends_of_longest_suffix
+from outrider.engine.proposers.predictions import longest_suffix
 from outrider.engine.proposers.suffix import RecentAnswers, Suffixes
 
 
@@ -50,7 +50,7 @@ def main() -> None:
         for token_ids in texts:
             whole_np = np.array(token_ids, dtype=np.int32)
             start_s = time.perf_counter()
-            ends_of_longest_suffix(whole_np[:-1], whole_np, 1, 4)
+            longest_suffix(whole_np[:-1], whole_np, 1, 4)
             reading_s.append(time.perf_counter() - start_s)
         each = 1e6 / args.num_seqs
         print(

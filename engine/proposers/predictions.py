@@ -8,31 +8,25 @@ from .lookup import Found
 MIN_TOKENS, MAX_TOKENS = 2, 32  # of an answer, by which its place in the prediction is found
 
 
-def ends_of_longest_suffix(
+def longest_suffix(
     text_np: np.ndarray, suffix_np: np.ndarray, min_tokens: int, max_tokens: int
-) -> np.ndarray:
-    """Where the longest suffix of `suffix_np` that occurs in a text ends there, in order.
+) -> tuple[int, np.ndarray]:
+    """The length of the longest suffix of `suffix_np` that occurs in a text, and where it ends
+    there, in order.
 
     Shorter suffixes than `min_tokens` do not count, and longer ones than `max_tokens` are cut.
     Shape: [T], [S] -> [N], each in 1..T.
     """
     ends_np = np.flatnonzero(text_np == suffix_np[-1]) + 1
-    longest_np = ends_np[:0]
+    longest, longest_np = 0, ends_np[:0]
     for n in range(1, min(max_tokens, len(suffix_np)) + 1):
         ends_np = ends_np[ends_np >= n]
         ends_np = ends_np[text_np[ends_np - n] == suffix_np[-n]]
         if len(ends_np) == 0:
             break
         if n >= min_tokens:
-            longest_np = ends_np
-    return longest_np
-
-
-def num_alike(text_np: np.ndarray, suffix_np: np.ndarray) -> int:
-    """How many tokens at the end of both are the same, up to MAX_TOKENS. Shape: [T], [S]."""
-    most = min(len(text_np), len(suffix_np), MAX_TOKENS)
-    differs_np = text_np[len(text_np) - most :] != suffix_np[len(suffix_np) - most :]
-    return int(differs_np[::-1].argmax()) if differs_np.any() else most
+            longest, longest_np = n, ends_np
+    return longest, longest_np
 
 
 class Prediction:
@@ -46,8 +40,8 @@ class Prediction:
         prompt = request.token_ids[: request.num_prompt_tokens]
         self._text = prompt[-MAX_TOKENS:] + request.predicted_token_ids
         self._text_np = np.array(self._text, dtype=np.int32)
-        self._place = 0
-        self._found: int | None = None  # behind so many known tokens
+        self._place = 0  # behind the tokens that were found last
+        self._num_matched = 0  # how many of them; 0: they were not found
         self._num_known = 0
 
     @classmethod
@@ -55,22 +49,20 @@ class Prediction:
         return cls(request) if request.predicted_token_ids else None
 
     def find(self, token_ids: list[int], num_tokens: int) -> Found | None:
-        """What the prediction has after the last of these tokens, if it has them anywhere."""
-        if len(token_ids) != self._num_known:
-            self._num_known, self._found = len(token_ids), self._place_after(token_ids)
-        if self._found is None:
-            return None
-        suffix_np = np.array(token_ids[-MAX_TOKENS:], dtype=np.int32)
-        num_matched = num_alike(self._text_np[: self._found], suffix_np)
-        return Found(self._text[self._found : self._found + num_tokens], num_matched)
+        """What the prediction has after the last of these tokens, if it has them anywhere.
 
-    def _place_after(self, token_ids: list[int]) -> int | None:
-        """Of several places the next one is taken: an answer mostly goes through its prediction
-        from the beginning to the end.
+        Of several places the next one is taken: an answer mostly goes through its prediction from
+        the beginning to the end.
         """
-        suffix_np = np.array(token_ids[-MAX_TOKENS:], dtype=np.int32)
-        ends_np = ends_of_longest_suffix(self._text_np[:-1], suffix_np, MIN_TOKENS, MAX_TOKENS)
-        if len(ends_np) == 0:
+        if len(token_ids) != self._num_known:
+            self._num_known = len(token_ids)
+            suffix_np = np.array(token_ids[-MAX_TOKENS:], dtype=np.int32)
+            self._num_matched, ends_np = longest_suffix(
+                self._text_np[:-1], suffix_np, MIN_TOKENS, MAX_TOKENS
+            )
+            if self._num_matched:
+                next_place = np.searchsorted(ends_np, self._place, "right") % len(ends_np)
+                self._place = int(ends_np[next_place])
+        if self._num_matched == 0:
             return None
-        self._place = int(ends_np[np.searchsorted(ends_np, self._place, "right") % len(ends_np)])
-        return self._place
+        return Found(self._text[self._place : self._place + num_tokens], self._num_matched)
