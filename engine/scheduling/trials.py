@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 SPENT = 0.01  # of the time, at most
-NUM_STEPS = 4  # of a trial; as many more while it wins
+NUM_STEPS = 4  # of a trial
 LEAST_LOSS = 0.5  # of a step: what a trial is taken to lose, at least
 
 
@@ -26,7 +26,6 @@ class Trials:
 
     def __init__(self) -> None:
         self._k = self._num_left = 0  # of the trial: its k, and how many steps are to come
-        self._gained_s = 0.0  # by the trial, beside the time that its tokens usually take
         self._credit_s = 0.0  # may be lost
         self._usual_rate = 0.0  # tokens of all sequences for a cost of 1
         self._tries_more = False
@@ -37,8 +36,8 @@ class Trials:
         """What the next step tries; None: nothing. `choices` are by k."""
         self._usual_rate = usual.rate
         if self._k == usual.k or self._k not in choices:
-            self._num_left, self._gained_s = 0, 0.0
-        if self._num_left == 0 and not self._goes_on() and may_begin:
+            self._num_left = 0
+        if self._num_left == 0 and may_begin:
             self._begin(usual, choices, pace_s)
         if self._num_left == 0:
             return None
@@ -53,14 +52,7 @@ class Trials:
         if not is_trial or not self._usual_rate:
             return
         gained_s = num_tokens / self._usual_rate * pace_s - (elapsed_s - late_s)
-        self._gained_s += gained_s
         self._credit_s += min(0.0, gained_s) - late_s
-
-    def _goes_on(self) -> bool:
-        if self._gained_s <= 0.0:
-            return False
-        self._num_left, self._gained_s = NUM_STEPS, 0.0
-        return True
 
     def _begin(self, usual: Choice, choices: Mapping[int, Choice], pace_s: float) -> None:
         """Try the most promising k above the usual one; the next time, the best below it."""

@@ -335,3 +335,16 @@ def test_what_a_draft_must_read_is_charged_to_its_trials_once() -> None:
         trials.observe(elapsed_s, 1, 0.03, is_trial=is_trial, late_s=missed_s)
         read_s, total_s = read_s + missed_s, total_s + elapsed_s
     assert 0.8 * SPENT < read_s / total_s < SPENT
+
+
+def test_a_trial_ends_even_where_it_wins() -> None:
+    """While one goes on nothing is looked up, and the pace of usual steps is not seen."""
+    adaptive, before, num_trials = AdaptiveSpeculation(MAX_K), 0, 0
+    for _ in range(1000):
+        k = choose(adaptive, 1)
+        num_trials += adaptive.is_trial
+        missed_s = 0.5 if k > 0 == before else 0.0
+        observe(adaptive, [k], [0], memory_bound(1, k) + missed_s)
+        before = k
+    assert adaptive.k == 0
+    assert num_trials < 50
