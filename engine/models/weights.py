@@ -297,11 +297,12 @@ class Layer(NamedTuple, Generic[W]):
 
         Raises ValueError if its format or this GPU cannot do that.
         """
-        return self._replace(weight=self.weight.as_batch_invariant(self.bias))
+        weight: Any = self.weight.as_batch_invariant(self.bias)  # of the same kind
+        return self._replace(weight=weight)
 
     def packed(self, *, rounds: bool) -> Self:
         """The same layer in the format that is fastest on a CPU; `rounds` allows 8 bits."""
-        weight = self.weight.packed(rounds=rounds)
+        weight: Any = self.weight.packed(rounds=rounds)  # of the same kind
         return self if weight is self.weight else self._replace(weight=weight)
 
 

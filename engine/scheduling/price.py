@@ -42,7 +42,8 @@ class Price:
         self._by_rows: Points = []  # whatever the sequences
         self._drafting: dict[int, float] = {}  # by sequences
         self._pace_s: deque[float] = deque(maxlen=NUM_TIMES)
-        self._lookups = 0.0  # what looked-up drafts cost besides their rows
+        # What a step with looked-up drafts costs besides their rows, however few they are.
+        self.of_lookups = 0.0
 
     @property
     def pace_s(self) -> float:
@@ -86,11 +87,6 @@ class Price:
     def knows_drafting(self) -> bool:
         return bool(self._drafting)
 
-    @property
-    def of_lookups(self) -> float:
-        """What a step with looked-up drafts costs besides their rows, however few they are."""
-        return self._lookups
-
     def observe(
         self,
         num_seqs: int,
@@ -116,9 +112,9 @@ class Price:
         if looks_up:
             if self._pace_s:
                 extra = max(0.0, rows_s / self.pace_s - self.of(num_seqs, num_rows))
-                self._lookups += EXTRA_WEIGHT * (extra - self._lookups)
+                self.of_lookups += EXTRA_WEIGHT * (extra - self.of_lookups)
             return
-        self._lookups *= EXTRA_KEPT  # if they were too dear, try them again
+        self.of_lookups *= EXTRA_KEPT  # if they were too dear, try them again
         if is_usual and self.knows(num_seqs, num_rows):
             self._pace_s.append(rows_s / self.of(num_seqs, num_rows))
         else:
