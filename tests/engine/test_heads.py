@@ -307,11 +307,11 @@ def test_a_k_of_zero_leaves_no_gap(any_pair: Pair, monkeypatch: pytest.MonkeyPat
     engine = Engine(engine_config(target, path, k=K))
     checked = check_drafts(engine, Truth(target, path), monkeypatch)
     engine.submit([NewRequest(request_id="0", prompt_token_ids=HIT, params=SAMPLED)])
-    engine.scheduler._num_speculative_tokens = 0
+    engine.scheduler.drafting.k = 0
     for _ in range(8):
         engine.step()
     assert not any(checked)
-    engine.scheduler._num_speculative_tokens = K
+    engine.scheduler.drafting.k = K
     while engine.has_work():
         engine.step()
     assert checked.count(K) > 2
@@ -443,7 +443,7 @@ def test_drafts_that_the_confidence_head_doubts_are_not_made(
     assert isinstance(truth.head, PlainBlockHead)
     plain, propose, cut = truth.head, proposer.propose, []
     source.draws.stops_early = True  # a GPU would look at large batches only
-    engine.scheduler._least_chance = 0.3
+    engine.scheduler.drafting.least_chance = 0.3
 
     def checking(plan: Any) -> list[int]:
         n = [int(slots.num_tokens[s.slot]) for s in plan.scheduled]
@@ -477,7 +477,7 @@ def test_confidence_cuts_what_was_drawn_at_once(
     for least_chance in (0.0, 0.3):
         engine = Engine(engine_config(target, path, k=K))
         source_of(engine).draws.stops_early = False
-        engine.scheduler._least_chance = least_chance
+        engine.scheduler.drafting.least_chance = least_chance
         assert [tokens(o) for o in run(engine, [HIT, HIT[:5]], GREEDY)] == expected
         counts.append(engine.stats().drafted_per_position)
     assert counts[1][0] > 0

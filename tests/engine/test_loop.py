@@ -88,7 +88,7 @@ def test_drafts_end_with_one_that_the_draft_model_holds_for_unlikely(
     for scale in (0.05, 0.9):  # of its weights: what it gives its first choice grows with them
         draft = tiny_model("llama", seed=4, scale=scale)
         engine = Engine(engine_config(target, draft, k=3))
-        engine.scheduler._least_chance = 0.1
+        engine.scheduler.drafting.least_chance = 0.1
         run(engine, MIXED, GREEDY)
         drafted[scale] = engine.stats().drafted_per_position
     assert drafted[0.05][0] > 0 == drafted[0.05][1]

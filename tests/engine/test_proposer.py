@@ -123,8 +123,8 @@ def test_the_joint_of_all_sources_in_one_batch_is_the_targets(
     engine.worker.proposer.propose = noted  # type: ignore[method-assign]
     # Lookups would soon be known not to pay in such a text.
     free = Worth(1, 1e-6)
-    engine.scheduler._choose_k = lambda *_: setattr(  # type: ignore[method-assign]
-        engine.scheduler, "_worth", free
+    engine.scheduler.drafting.choose_k = lambda *_: setattr(  # type: ignore[method-assign]
+        engine.scheduler.drafting, "worth", free
     )
     params = SamplingParams(max_tokens=4, verification=rule)  # type: ignore[arg-type]
     truth = joint(target, [2, 0, 3, 2], params)
@@ -173,12 +173,12 @@ def test_who_expects_more_accepted_drafts_drafts(tiny_model: Tiny) -> None:
     """A text that has agreed with one token gives way to a good model, but not to a bad one."""
     target = tiny_model("llama", seed=0)
     engine = Engine(engine_config(target, target, k=K, proposer=EVERY))
-    scheduler = engine.scheduler
+    drafting = engine.scheduler.drafting
     request = Request(NewRequest(request_id="0", prompt_token_ids=[1, 2, 3, 1, 2], params=GREEDY))
     request.slot = 0
     for by_position, source in ((0.95, None), (0.1, "suffix")):
         engine.sequences.acceptance.by_position[:] = [by_position] * K
         scheduled = ScheduledRequest(request, 5)
-        scheduler._worth = Worth(1, 0.05)
-        scheduler._set_drafts(scheduled, K, 32)
+        drafting.worth = Worth(1, 0.05)
+        drafting.set_drafts(scheduled, K, 32)
         assert (scheduled.wish and scheduled.wish.source) == source

@@ -135,7 +135,7 @@ def test_drafts_of_one_call_are_those_drawn_in_turn(
         assert isinstance(source, DraftModel)
         assert source._is_compiled
         source._is_compiled = is_one_call
-        engine.scheduler._least_chance = 0.01
+        engine.scheduler.drafting.least_chance = 0.01
         outputs = run(engine, params, tellers=(0, 1, 2))
         told.append([(o.token_ids, o.draft_token_ids) for each in outputs for o in each])
         assert (in_one_call.call_count > 0) == is_one_call

@@ -1,0 +1,171 @@
+"""How many drafts each sequence of a step gets, and which source makes them."""
+
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from outrider.kernels.verify.sampling import MAX_DRAFTS
+
+from ..plan import Plan, ScheduledRequest
+from ..proposers.proposer import Proposer
+from ..request import Request
+from .lookups import ROW_COST, Worth
+from .sequences import Sequences
+
+if TYPE_CHECKING:
+    from ..grammars.grammar_process import GrammarProcess
+
+
+_LOOKED_UP_MASKS = 8  # for looked-up drafts of a sequence, where masks are rationed
+
+
+class Drafting:
+    """Gives drafts to the sequences of the step that is planned.
+
+    A request names its k, or the choice is ours: of a model's drafts by what steps cost, of
+    looked-up ones as many as are worth their rows. Neither may exceed what the proposer can make,
+    the room that the sequence has, and the masks that its grammar can compute in time.
+    """
+
+    def __init__(self, sequences: Sequences, proposer: Proposer) -> None:
+        self._sequences, self._proposer = sequences, proposer
+        self.k, self.least_chance = sequences.max_drawn, 0.0  # for requests that leave k open
+        self._chosen: dict[Request, int] = {}  # k, where it is chosen for a sequence alone
+        self.worth = Worth(0.0, 0.0)  # of looked-up drafts in this step
+        # How many masks of its grammar each sequence may ask for in this step, where it matters.
+        self._num_questions: dict[Request, int] = {}
+        self._num_steps = 0
+
+    def ration_grammars(self, requests: list[Request]) -> None:
+        """Decide how many questions each of these sequences may ask its grammar in this step, so
+        that a slow grammar delays others no further than its allowance. Its own sequences take
+        turns; a grammar whose sequences are alone may take its time.
+        """
+        self._num_steps += 1
+        self._num_questions.clear()
+        of_process: dict[GrammarProcess, list[tuple[int, Request]]] = {}
+        for request in requests:
+            if (grammar := request.grammar) is not None:
+                each = of_process.setdefault(grammar.process, [])
+                each.append((grammar.last_step, request))
+        for process, sequences in of_process.items():
+            process.allowance.begin_step()
+            if len(sequences) == len(requests):
+                continue
+            for _, request in sorted(sequences, key=itemgetter(0)):
+                looks_up = self._proposer.looks_up(request)
+                looked_up = _LOOKED_UP_MASKS if looks_up else 0
+                wanted = 1 + max(self._num_wanted(request), looked_up)
+                self._num_questions[request] = process.allowance.take(wanted)
+        for request in requests:
+            if request.grammar is not None and self.takes_part(request):
+                request.grammar.last_step = self._num_steps
+
+    def takes_part(self, request: Request) -> bool:
+        return self._num_questions.get(request, 1) > 0
+
+    def choose_k(self, decoding: list[Request], prompts: list[Request]) -> None:
+        """Choose the numbers of drafts for a step that also computes these prompts."""
+        adaptive = self._sequences.adaptive
+        if adaptive is None:
+            num_seqs = max(1, len(decoding))
+            self.worth = Worth(num_seqs, ROW_COST / num_seqs)
+            return
+        drafting = [r for r in decoding if r.speculates and self._proposer.draws_for(r)]
+        named = [k for r in drafting if (k := r.params.num_speculative_tokens) is not None]
+        drafting = [r for r in drafting if r.params.num_speculative_tokens is None]
+        num_prompt_rows = sum(request.num_uncomputed_tokens for request in prompts)
+        chosen = adaptive.choose(
+            len(decoding),
+            [request.acceptance.ratio for request in drafting],
+            [min(k, self._sequences.max_drawn) for k in named],
+            num_prompt_rows=min(num_prompt_rows, self._sequences.config.max_num_batched_tokens),
+        )
+        self.k = adaptive.k
+        self._chosen = dict(zip(drafting, chosen, strict=True))
+        self.least_chance = adaptive.least_chance(len(decoding))
+        self.worth = adaptive.worth(len(decoding))
+
+    def prepare(self, decoding: list[Request]) -> None:
+        """Have the sources make ready for those of these sequences that they may draft for."""
+        self._proposer.prepare(
+            {r: self._num_questions.get(r, MAX_DRAFTS + 1) for r in decoding if self._may_draft(r)}
+        )
+
+    def give(self, scheduled: ScheduledRequest, num_rows_left: int, *, waits: bool) -> None:
+        """Set how many drafts a sequence may have, and of which source.
+
+        `waits`: it is drafted for, but not in this step yet.
+        """
+        request = scheduled.request
+        k, may_draft = self._num_wanted(request), self._may_draft(request)
+        if may_draft and request.is_in_flight and request.needs_host:
+            k, may_draft = 0, False  # k has risen from 0 since `must_know`: from the next step on
+        scheduled.is_drafted_for = k > 0
+        if not (scheduled.draws and may_draft) or waits:
+            return
+        # The last token needs no draft, since verification emits one more than it accepts.
+        num_output_tokens = request.least_tokens - request.num_prompt_tokens
+        room = min(
+            request.params.max_tokens - num_output_tokens - 1,
+            self._sequences.max_model_len - request.most_tokens - 1,
+            num_rows_left,
+        )
+        self.set_drafts(scheduled, k, max(0, room))
+        if request.params.num_speculative_tokens is None:
+            scheduled.least_chance = self.least_chance
+
+    def forgo_lookups_that_do_not_pay(self, plan: Plan) -> None:
+        """Take looked-up drafts back if all of the step's together are not worth their cost."""
+        if not self.worth.pays:
+            for scheduled in plan.scheduled:
+                scheduled.forgo_lookup()
+
+    def set_drafts(self, scheduled: ScheduledRequest, k: int, room: int) -> None:
+        """Set how many drafts a sequence may have, never more than there is room for, and of which
+        source: the one of whose drafts the most are expected to be accepted.
+        """
+        request, adaptive = scheduled.request, self._sequences.adaptive
+        scheduled.max_drawn = scheduled.max_drafts = min(k, room)
+        if adaptive is not None and adaptive.is_measuring:
+            return
+        own_k = request.params.num_speculative_tokens
+        most = min(room, self._sequences.max_drafts if own_k is None else own_k)
+        most = min(most, max(0, self._num_questions.get(request, most + 1) - 1))
+        best, count, gain = None, 0, self._sequences.acceptance.expected(scheduled.max_drawn)
+        for wish in self._proposer.wishes(request):
+            num_drafts, expected = self.worth.best(wish.chances[:most])
+            if expected > gain * (1 + wish.waits):
+                best, count, gain = wish, num_drafts, expected / (1 + wish.waits)
+        if best is None:
+            return
+        scheduled.wish = best
+        if best.waits:
+            scheduled.max_drawn = scheduled.max_drafts = 0
+            return
+        scheduled.max_drafts = count
+        self.worth.take(count, gain)
+
+    def _may_draft(self, request: Request) -> bool:
+        """Whether anything may draft for it in the next step."""
+        return self._num_wanted(request) > 0 or (
+            request.speculates
+            and request.params.num_speculative_tokens != 0
+            and self._proposer.looks_up(request)
+        )
+
+    def would_draft(self, request: Request) -> bool:
+        """Whether something is likely to draft for it in the next step."""
+        return self._num_wanted(request) > 0 or (
+            self._may_draft(request)
+            and any(self.worth.best(wish.chances)[0] for wish in self._proposer.wishes(request))
+        )
+
+    def _num_wanted(self, request: Request) -> int:
+        """How many drafts of a model a sequence wants."""
+        if not request.speculates or not self._proposer.draws_for(request):
+            return 0
+        k = request.params.num_speculative_tokens
+        if k is None:
+            k = self._chosen.get(request, self.k)
+        k = min(k, self._sequences.max_drawn)
+        return min(k, max(0, self._num_questions.get(request, k + 1) - 1))
