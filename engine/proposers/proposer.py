@@ -112,9 +112,7 @@ class Proposer:
         return any(source.looks_up(request) for source in self._of(request))
 
     def prepare(self, most: dict[Request, int]) -> None:
-        """Called before `wishes`, with the sequences that decode, and how many questions each may
-        ask its grammar.
-        """
+        """As `Source.prepare`, each source with the sequences that may use it."""
         for source in self.sources:
             may = {request: num for request, num in most.items() if request.may_use(source.name)}
             try:
@@ -187,9 +185,7 @@ class Proposer:
             log_z.index_fill_(0, uploaded(torch.tensor(slots).numpy(), log_z.device), torch.nan)
 
     def follow(self, plan: Plan, scored: Pass) -> None:
-        """Called with the target's pass after a step is verified, and before the next sequence is
-        seated. If a source fails, it drafts no more for the plan's sequences.
-        """
+        """As `Source.follow`. If a source fails, it drafts no more for the plan's sequences."""
         try:
             for source in self.sources:
                 source.follow(plan, scored)
@@ -197,7 +193,7 @@ class Proposer:
             log.exception("drafting could not follow this step; its sequences decode plainly")
 
     def forget(self, request: Request) -> None:
-        """Called when a sequence has ended."""
+        """As `Source.forget`."""
         for source in self.sources:
             try:
                 source.forget(request)
