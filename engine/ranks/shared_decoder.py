@@ -168,11 +168,9 @@ class ExpertsOverRanks(ExpertWeights):
     def add_to(
         self, x: Tensor, gated: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
     ) -> Normed | None:
-        assert bias is None, "it would be added by each rank"
-
         def compute(out: Tensor | None) -> Tensor:
             part = torch.zeros_like(x) if out is None else out.zero_()
-            self._weight.add_to(part, gated, routing, None, None)
+            self._weight.add_to(part, gated, routing, bias, None)
             return part
 
         return _add(x, self._group.parts(x, compute), None, norm)

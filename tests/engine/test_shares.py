@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantised import quantise
+from quantised import quantise, quantise_experts
 from rank_pair import Passes, RankPair, load, passes, rank_pair
 from tiny_models import Tiny
 
@@ -15,11 +15,10 @@ from outrider.engine.models.families import FAMILIES
 from outrider.engine.models.shares import Share
 
 LIKE_OTHERS = {"cwm": "qwen2", "ministral": "qwen2"}  # the same code reads them
-NOT_SHARED = {"gpt_oss"}
-SHARED = sorted({*FAMILIES} - {*LIKE_OTHERS} - NOT_SHARED)
-# These have layers stored as one, factors, experts, an expert that all rows share, delta nets, and
-# norms over all heads.
-SOME = {"granitemoe", "olmo2", "phi3", "qwen3_next"}
+SHARED = sorted({*FAMILIES} - {*LIKE_OTHERS, "gpt_oss"})
+# These have layers stored as one, norms over all heads, experts, one that all rows share, and delta
+# nets.
+SOME = {"olmo2", "phi3", "qwen3_next"}
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +50,29 @@ def test_two_ranks_compute_what_one_process_does(
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 64}
 
 
+@pytest.mark.deep
+def test_two_ranks_fill_up_experts_in_mxfp4(
+    tiny_model: Tiny, tmp_path: Path, pair: RankPair
+) -> None:
+    """192 inner numbers in half are three groups of 32; kernels take pairs of groups."""
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    path = quantise_experts(tiny_model("gpt_oss", **sizes), tmp_path)
+    ours, theirs = pair.run(str(path)), whole(path)
+    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-3, atol=1e-3)
+    with pytest.raises(UnsupportedModelError, match="4 ranks would cut groups of 32 of its 192"):
+        load(str(path), Share(0, 4))
+
+
 @pytest.mark.parametrize(
-    "name", ["fp8 of blocks, inputs too", "ct int8, inputs too", "ct 4 bits, zero points", "awq"]
+    "name",
+    [
+        "awq",
+        *(
+            pytest.param(name, marks=pytest.mark.deep)
+            for name in ("fp8 of blocks, inputs too", "ct int8, inputs too", "ct nvfp4")
+        ),
+    ],
 )
 def test_two_ranks_share_quantised_weights(
     name: str, tiny_model: Tiny, tmp_path: Path, pair: RankPair
@@ -65,6 +85,7 @@ def test_two_ranks_share_quantised_weights(
     assert (ours.logits - theirs.logits).norm() < off * theirs.logits.norm()
 
 
+@pytest.mark.deep
 def test_two_ranks_round_plain_weights_alike(tiny_model: Tiny, pair: RankPair) -> None:
     path = tiny_model("qwen3", scale=0.1, **WIDE)
     ours, theirs = pair.run(str(path), quantization="fp8"), whole(path, quantization="fp8")

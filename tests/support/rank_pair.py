@@ -56,7 +56,7 @@ def passes(decoder: Decoder) -> Passes:
 
 def load(path: str, share: Share = WHOLE, **options: Any) -> Decoder:
     config = ModelConfig(path=path, dtype="float32", **options)
-    decoder = load_network(config, CPU, batch_invariant=True, share=share)
+    decoder = load_network(config, CPU, share=share)
     assert isinstance(decoder, Decoder)
     return decoder
 

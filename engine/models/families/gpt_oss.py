@@ -8,7 +8,7 @@ The weights are a softmax over the logits of the row's experts, the largest of i
 
 from typing import Any
 
-from outrider.kernels.model.expert_matrix import Glu
+from outrider.kernels.model.expert_matrix import GROUP, Glu
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Router
 
@@ -26,10 +26,22 @@ class GptOss(Windowed):
     """Raises UnsupportedModelError if its experts are not in MXFP4, or damaged."""
 
     model_types = ("gpt_oss",)
-    per_rank = frozenset()  # half of its 2,880 inner numbers would cut pairs of groups of 32
     fields = Windowed.fields | {
         "num_experts_per_tok", "num_local_experts", "swiglu_alpha", "swiglu_limit"
     }  # fmt: skip
+
+    @classmethod
+    def share_of(cls, config: Any, size: int) -> Any:
+        """Experts are as wide as kernels take them: a rank's range is filled up with zeros."""
+        if size > 1 and config.intermediate_size % (GROUP * size):
+            raise UnsupportedModelError(
+                f"{size} ranks would cut groups of {GROUP} of its {config.intermediate_size} inner "
+                "numbers, which share a scale"
+            )
+        share = super().share_of(config, size)
+        if size > 1:
+            share.intermediate_size += -share.intermediate_size % (2 * GROUP)
+        return share
 
     def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
         config, experts = self.config, f"{name}.experts"

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels.model.e2m1 import MOST_EXPONENT
@@ -12,6 +13,7 @@ from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint, Lent, Read, check_shape
 from ..parts.experts import ExpertWeights, stacked
+from ..shares import Cut
 from ..weights import Layer
 
 
@@ -25,7 +27,8 @@ def read_experts(
 ) -> Layer[ExpertWeights]:
     """The same linear layer of every expert, in MXFP4 also on a CPU; read one expert at a time.
 
-    If `gated`, even outputs are the gate's in the file; here they come first. Shape: [E, N, K].
+    If `gated`, even outputs are the gate's in the file; here they come first. Ranks share outputs
+    if it is gated, else inputs, and fill up their ranges with zeros. Shape: [E, N, K].
     Raises UnsupportedModelError or ValueError naming a tensor that is missing or not as it must be.
     """
     tensors.has_quantised = True
@@ -40,11 +43,13 @@ def read_experts(
     blocks, scales, bias = (f"{name}_{part}" for part in ("blocks", "scales", "bias"))
     if num_in % (2 * GROUP):
         raise UnsupportedModelError(f"{name} has {num_in} inputs, no multiple of {2 * GROUP}")
-    num_groups = num_in // GROUP
+    cut, num_stored, num_groups = Cut("outputs" if gated else "inputs"), num_out, num_in // GROUP
+    if tensors.share.size > 1 and scales in tensors:
+        num_stored, num_groups = tensors.view(scales).shape[1:]
     for tensor, expected in (
-        (blocks, (num_experts, num_out, num_groups, GROUP // 2)),
-        (scales, (num_experts, num_out, num_groups)),
-        (bias, (num_experts, num_out)),
+        (blocks, (num_experts, num_stored, num_groups, GROUP // 2)),
+        (scales, (num_experts, num_stored, num_groups)),
+        (bias, (num_experts, num_stored)),
     ):
         if tensor not in tensors:
             raise UnsupportedModelError(f"there is no {tensor}")
@@ -53,8 +58,10 @@ def read_experts(
             raise UnsupportedModelError(f"{tensor} is not of dtype uint8")
     codes, scale = None, None
     for expert in range(num_experts):
-        pairs = tensors.part(blocks, expert)  # [N, K / 32, 16], even inputs low
-        exponent = tensors.part(scales, expert)  # [N, K / 32], 127 too large
+        pairs, exponent = (
+            _filled(tensors.share.of(tensors.part(name, expert), cut), num_out, num_in // GROUP)
+            for name in (blocks, scales)
+        )  # [N, K / 32, 16], even inputs low, and [N, K / 32], 127 too large
         if gated:
             pairs = torch.cat((pairs[::2], pairs[1::2]))
             exponent = torch.cat((exponent[::2], exponent[1::2]))
@@ -79,7 +86,12 @@ def read_experts(
         num_in=num_in,
         group=GROUP,
     )
-    offsets = tensors.tensor(bias)
+    if gated:
+        offsets = tensors.tensor(bias, cut=Cut("outputs", lead=1))
+        offsets = F.pad(offsets, (0, num_out - offsets.shape[1]))
+    else:  # of a sum over ranks, to which one of them adds it
+        offsets = tensors.tensor(bias).mul_(tensors.share.rank == 0)
+    tensors.tensors[bias] = offsets
     if gated:
         offsets = torch.cat((offsets[:, ::2], offsets[:, 1::2]), 1)
     weights = stacked(matrix, num_experts, top_k, tensors.dtype)
@@ -89,4 +101,10 @@ def read_experts(
         return [whole.permute(0, 3, 2, 1).flatten(2)]
 
     tensors.lent.append(Lent([name], as_in_modules))
-    return Layer(weights, offsets.flatten(), "outputs" if gated else "inputs")
+    return Layer(weights, offsets.flatten(), cut.axis)
+
+
+def _filled(part: Tensor, num_out: int, num_groups: int) -> Tensor:
+    """Followed by zeros, up to this size. Shape: [N, groups, ..]"""
+    of_groups = (0, num_groups - part.shape[1], 0, num_out - part.shape[0])
+    return F.pad(part, (0, 0) * (part.ndim - 2) + of_groups)
