@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.models.heads.chain import Selector
 from outrider.engine.models.heads.config import head_kind
 from outrider.engine.models.heads.eagle3 import Eagle3Head
+from outrider.engine.models.weights import Dense, Linear
 from outrider.engine.proposers import block
 from outrider.engine.proposers.block import BlockByBlock
 from outrider.engine.proposers.head import HeadSource
@@ -482,6 +484,16 @@ def test_confidence_cuts_what_was_drawn_at_once(
         counts.append(engine.stats().drafted_per_position)
     assert counts[1][0] > 0
     assert sum(counts[1]) / counts[1][0] < sum(counts[0]) / counts[0][0]
+
+
+def test_rows_of_the_vocabulary_without_a_token_are_no_candidates() -> None:
+    codebook, matrix = torch.ones(9, 2), Linear(Dense(torch.ones(2, 3)), None)
+    selector = Selector(codebook, codebook, matrix, top_k=4)
+    logits = torch.arange(9.0).expand(2, 1, 9)  # of which the last three have no token
+    prepared = selector.prepared(torch.ones(2, 1, 3), logits, vocab_size=6)
+    scores = selector(torch.tensor([5]), *(each[0] for each in prepared))
+    # 1 * 3 * 1 of either factor.
+    assert scores.tolist() == [[-torch.inf] * 2 + [8, 9, 10, 11] + [-torch.inf] * 3]
 
 
 def test_a_blocks_drafts_do_not_hang_on_how_many_a_neighbour_has(
