@@ -13,6 +13,7 @@ from ..base.content import (
     type_of,
 )
 from ..base.fields import APIRequest
+from .namespaces import one_name
 
 MAX_ITEMS = 65_536  # of one request
 
@@ -21,7 +22,7 @@ class Item(APIRequest):
     """A piece of a conversation; clients send items of earlier answers back unchanged."""
 
     ignored_fields: ClassVar = frozenset(
-        {"status", "phase", "caller", "namespace", "created_by", "encrypted_content"}
+        {"status", "phase", "caller", "created_by", "encrypted_content"}
     )
 
     id: str | None = None
@@ -39,17 +40,23 @@ class ReasoningItem(Item):
     content: TextParts = Field(default_factory=list)
 
 
-class FunctionCallItem(Item):
-    type: Literal["function_call"]
+class CallItem(Item):
     call_id: str
     name: str = Field(min_length=1)
+    namespace: str | None = None
+
+    @property
+    def one_name(self) -> str:
+        return one_name(self.name, self.namespace)
+
+
+class FunctionCallItem(CallItem):
+    type: Literal["function_call"]
     arguments: str
 
 
-class CustomCallItem(Item):
+class CustomCallItem(CallItem):
     type: Literal["custom_tool_call"]
-    call_id: str
-    name: str = Field(min_length=1)
     input: str
 
 
@@ -122,11 +129,11 @@ def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
                     turn = None
                 say("reasoning_content", text_of(item.content or item.summary))
             case FunctionCallItem():
-                function = {"name": item.name, "arguments": item.arguments}
+                function = {"name": item.one_name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 assistant().setdefault("tool_calls", []).append(call)
             case CustomCallItem():
-                custom = {"name": item.name, "input": item.input}
+                custom = {"name": item.one_name, "input": item.input}
                 call = {"id": item.call_id, "type": "custom", "custom": custom}
                 assistant().setdefault("tool_calls", []).append(call)
             case CallOutputItem():

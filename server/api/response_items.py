@@ -1,7 +1,7 @@
 """The output of a response, item by item, and the events that report how it grows."""
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..text.message_format import MessageFormat
@@ -22,8 +22,10 @@ TEXTS = {
 class OutputItems:
     """Grows by the parts of an answer; each call returns the events for what it added."""
 
-    def __init__(self, form: MessageFormat) -> None:
+    def __init__(self, form: MessageFormat, names: Mapping[str, dict[str, str]]) -> None:
+        """`names` are those of tools in namespaces (`names_of_calls`)."""
         self._form = form
+        self._names = names
         self.items: list[dict[str, Any]] = []  # the complete items
         self._growth = Growth()
         self._item: dict[str, Any] = {}  # the item that is still growing
@@ -89,10 +91,9 @@ class OutputItems:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item = {"id": _new_id("msg"), "type": "message", "role": "assistant", "content": [part]}
         else:
-            item = {
-                "call_id": self._form.call_id(block.started_call),
-                "name": block.started_call.name,
-            }
+            name = block.started_call.name
+            item = {"call_id": self._form.call_id(block.started_call)}
+            item |= self._names.get(name, {"name": name})
             if block.kind == "free_text_call":
                 item |= {"id": _new_id("ctc"), "type": "custom_tool_call", "input": ""}
             else:

@@ -27,6 +27,7 @@ from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import num_prompt_tokens, prepare_turn
 from .generation import Delta, Generation, Sample, Token
+from .namespaces import names_of_calls
 from .response_items import OutputItems
 from .response_store import ResponseStore
 from .responses_protocol import (
@@ -118,7 +119,7 @@ class _ResponsesAnswer(Answer):
         self._obfuscates = body.stream_options.include_obfuscation
         self._with_logprobs = body.wants_logprobs
         self._tokens: deque[Token] = deque()  # whose text no part has brought yet
-        self._items = OutputItems(service.message_format)
+        self._items = OutputItems(service.message_format, names_of_calls(body.tools))
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created_at = int(time.time())
         self._in_background = body.background

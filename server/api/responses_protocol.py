@@ -20,10 +20,13 @@ from ..base.unknown_fields import IGNORED, REFUSED
 from ..grammar.structured_outputs import JSONSchema
 from .chat_protocol import ChatCompletionRequest
 from .input_items import InputItems, Item, MessageItem, chat_messages
+from .namespaces import one_name, tools_in
 from .protocol import APIResponse, RequestMetrics, SamplingFields, TracedStep
 from .tools import checked_tool
 from .translation import chat_request
 
+# Types of tools; others OpenAI runs itself.
+RUN_BY_CLIENTS = ("function", "custom", "namespace")
 LOGPROBS = "message.output_text.logprobs"
 Metadata = TypeAliasType(
     "Metadata",
@@ -38,15 +41,17 @@ Metadata = TypeAliasType(
 def _tool(value: dict[str, Any]) -> dict[str, Any]:
     """Refuse tools that OpenAI runs itself: they have a type of their own."""
     match value:
-        case {"type": "function" | "custom", "name": str()}:
+        case {"type": "function" | "custom" | "namespace", "name": str()}:
             with suppress(ValueError):
-                checked_tool(_chat_tool(value))
+                for tool in tools_in(value):
+                    checked_tool(_chat_tool(tool))
                 return value
-        case {"type": str(kind)} if kind not in ("function", "custom"):
+        case {"type": str(kind)} if kind not in RUN_BY_CLIENTS:
             return value
     raise ValueError(
-        'expected {"type": "function", "name": …, "parameters": {…}}, or '
-        '{"type": "custom", "name": …, "format": {…}}'
+        'expected {"type": "function", "name": …, "parameters": {…}}, '
+        '{"type": "custom", "name": …, "format": {…}}, or '
+        f'{{"type": "namespace", "name": …, "tools": […]}} with at most {MAX_TOOLS} of these'
     )
 
 
@@ -124,7 +129,7 @@ class ResponsesRequest(SamplingFields):
     def _unknown_inside(self, path: str) -> Iterator[UnknownField]:
         yield from super()._unknown_inside(path)
         for i, tool in enumerate(self.tools):
-            if tool["type"] not in ("function", "custom"):
+            if tool["type"] not in RUN_BY_CLIENTS:
                 yield UnknownField(f"{path}tools[{i}].type", None)
 
     @property
@@ -146,9 +151,7 @@ class ResponsesRequest(SamplingFields):
         fields: dict[str, Any] = {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
-            "tools": [
-                _chat_tool(tool) for tool in self.tools if tool["type"] in ("function", "custom")
-            ],
+            "tools": [_chat_tool(tool) for given in self.tools for tool in tools_in(given)],
             "tool_choice": _chat_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort,
@@ -184,6 +187,8 @@ def _chat_choice(choice: Any) -> Any:
     if isinstance(choice, str):
         return choice
     match choice:
+        case {"type": "function" | "custom" as kind, "name": name, "namespace": str(namespace)}:
+            return _chat_choice({"type": kind, "name": one_name(name, namespace)})
         case {"type": "function" | "custom" as kind, "name": name}:
             return {"type": kind, kind: {"name": name}}
         case {"type": "allowed_tools", "mode": mode, "tools": list(tools)}:

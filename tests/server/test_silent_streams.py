@@ -62,6 +62,14 @@ def test_every_api_has_its_sign_of_life(
     assert b'"error":{' not in after
 
 
+def test_ollamas_sign_is_a_line_that_adds_nothing(serve: Serve) -> None:
+    before, after = while_waiting(serve(), "/api/chat", {"messages": HI}, b"\n")
+    signs = [json.loads(line) for line in before.splitlines()]
+    assert [sign["message"]["content"] for sign in signs] == [""] * len(signs)
+    assert not any(sign["done"] for sign in signs)
+    assert json.loads(after.splitlines()[-1])["done"]
+
+
 def events(told: bytes) -> Iterator[dict[str, Any]]:
     for line in told.decode().splitlines():
         if line.startswith("data: {"):
