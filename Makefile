@@ -81,7 +81,7 @@ newest: ## likewise with the newest
 sweep: .make/dev ## run what takes too long for every change: all parameters against all others
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m sweep --timeout 3600 $(ARGS)
 
-clients: .make/clients ## fetch other people's clients (3 GB), and run them against the server
+clients: .make/clients ## fetch other people's clients (5 GB), and run them against the server
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m clients $(ARGS)
 
 scale: .make/scale ## fetch routers, Ray and Helm (1.5 GB), and try replicas behind them (15 minutes)

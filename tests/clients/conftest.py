@@ -87,7 +87,7 @@ def run() -> Run:
         finished = subprocess.run(
             [command, *arguments],
             cwd=cwd,
-            env=environ | ENVIRON | more,
+            env=environ | ENVIRON | {"PWD": str(cwd)} | more,  # agents believe PWD
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
