@@ -18,6 +18,7 @@ ConfigOption = Annotated[
     typer.Option(
         "--config",
         "-c",
+        metavar="FILE|NAME",
         help="TOML file of settings, or the name of a bundled config, such as `qwen3-8b-eagle3`.",
     ),
 ]

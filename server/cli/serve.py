@@ -16,7 +16,7 @@ Examples:
 
   outrider serve                                the default pair, on any machine
 
-  outrider serve Qwen/Qwen3-8B                  a hub model, with its best known draft
+  outrider serve Qwen/Qwen3-8B                  a hub model, and its best draft
 
   outrider serve ./my-model --draft ./my-draft  directories, or GGUF files
 
