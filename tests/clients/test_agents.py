@@ -224,7 +224,9 @@ def test_aider(agent: Agent) -> None:
 def test_codex_has_a_turn_with_a_real_model(
     run: Run, server: RunningServer, model: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.toml").write_text(CODEX.format(url=server.url, model=model, context=8192))
+    (tmp_path / "config.toml").write_text(
+        CODEX.format(url=server.url, model=model, context=400_000)
+    )
     said = run(
         *("node", "codex", "exec", "--skip-git-repo-check", "--json", "Say hello."),
         cwd=tmp_path,
