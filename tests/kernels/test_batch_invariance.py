@@ -159,7 +159,7 @@ ENDS = [16, 65, UNIT - 1, UNIT, UNIT + 1, LENGTH]
     [
         (4, 2, 64, None, None, False),
         (6, 2, 40, 100, 5.0, True),
-        (4, 4, 16, UNIT + 70, None, True),
+        (2, 2, 16, UNIT + 70, None, True),
         *([(32, 8, 128, None, None, False), (4, 1, 256, None, None, False)] if ON_GPU else []),
     ],
 )

@@ -69,9 +69,10 @@ def test_one_row_of_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     check([(1, 150)], 32, 8, 128, 128, None, None, False, in_fp8=True)
 
 
-@pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(
+    ("window", "with_sinks", "batch_invariant"),
+    pairwise([None, 300], [False, True], [False, True]),
+)
 def test_splits_of_long_sequences_are_merged(
     window: int | None, with_sinks: bool, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
