@@ -85,7 +85,7 @@ def test_a_stop_string_ends_a_speculative_answer_where_it_ends_a_plain_one(
             answers += [whole, *await asyncio.gather(*map(post, bodies))]
         return [comparable(answer) for answer in answers]
 
-    speculative = ask(pair, tokenizer, stopped, k=K)
+    speculative = ask(pair, tokenizer, stopped, k=K, max_num_batched_tokens=512)
     assert speculative == ask(pair, tokenizer, stopped, k=0)
     ends = {answer["usage"]["completion_tokens"] for answer in speculative}
     assert len(ends) > K  # at every place of a step
@@ -101,26 +101,31 @@ def test_a_continued_answer_is_the_one_that_was_stopped(
     async def continued(post: Post) -> None:
         first = body(tokenizer, PROMPTS[0], **way)
         whole = await post(first)
+        stops: list[tuple[int, dict[str, Any]]] = []
         for end in range(1, NUM_TOKENS - 1, 2):
             # A stop id ends the sequence in the engine, a stop string in the server.
             stop_id = whole["token_ids"][end]
             stop_text = tokenizer.token_text(stop_id)
-            if INCOMPLETE in stop_text:
-                continue
-            for stop in ({"stop_token_ids": [stop_id]}, {"stop": stop_text}):
-                cut = await post(first | stop)
-                num_kept = len(cut["token_ids"])
-                assert cut["token_ids"] == whole["token_ids"][:num_kept]
-                assert num_kept <= end + 1
-                given = first["prompt"] + cut["token_ids"]
-                rest = await post(first | {"prompt": given, "max_tokens": NUM_TOKENS - num_kept})
-                # Also where draws are random: they are keyed by seed and position.
-                assert rest["token_ids"] == whole["token_ids"][num_kept:]
-                assert rest["logprobs"]["token_logprobs"] == pytest.approx(
-                    whole["logprobs"]["token_logprobs"][num_kept:], abs=1e-4
-                )
+            if INCOMPLETE not in stop_text:
+                stops += [(end, {"stop_token_ids": [stop_id]}), (end, {"stop": stop_text})]
+        assert len(stops) > K
+        cuts = await asyncio.gather(*(post(first | stop) for _, stop in stops))
+        bodies = []
+        for (end, _), cut in zip(stops, cuts, strict=True):
+            num_kept = len(cut["token_ids"])
+            assert cut["token_ids"] == whole["token_ids"][:num_kept]
+            assert num_kept <= end + 1
+            given = first["prompt"] + cut["token_ids"]
+            bodies.append(first | {"prompt": given, "max_tokens": NUM_TOKENS - num_kept})
+        for cut, rest in zip(cuts, await asyncio.gather(*map(post, bodies)), strict=True):
+            num_kept = len(cut["token_ids"])
+            # Also where draws are random: they are keyed by seed and position.
+            assert rest["token_ids"] == whole["token_ids"][num_kept:]
+            assert rest["logprobs"]["token_logprobs"] == pytest.approx(
+                whole["logprobs"]["token_logprobs"][num_kept:], abs=1e-4
+            )
 
-    ask(pair, tokenizer, continued, k=K)
+    ask(pair, tokenizer, continued, k=K, max_num_batched_tokens=512)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["greedy", "match"])
