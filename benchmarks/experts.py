@@ -46,7 +46,9 @@ def make_narrow(name: str, num_experts: int, num_out: int, num_in: int) -> Exper
     matrix = NarrowMatrix(kind, codes, scale.bfloat16(), None, num_in, group, rows)
     if kind == "nvfp4":
         factor = torch.ones(num_rows, device=DEVICE)
-        matrix = matrix._replace(scale=scale.to(torch.float8_e4m3fn), factor=factor)
+        shape = num_in // 64, num_rows, 4
+        four = torch.randint(8, 100, shape, dtype=torch.uint8, device=DEVICE).view(torch.int32)
+        matrix = matrix._replace(scale=four[..., 0], factor=factor)
     return ExpertMatrix(matrix, None, num_experts)
 
 

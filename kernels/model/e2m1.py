@@ -5,10 +5,10 @@ them to their places in two 16-bit numbers, most often sign and all: 15 instruct
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..triton_or_none import tl, triton
-from .fp8 import small_from_e4m3
 
 # The largest exponent of a scale, 127 too large, that `scaled_from_e2m1` takes.
 MOST_EXPONENT = 192
@@ -27,7 +27,14 @@ _ONE_STEP = tl.constexpr(0x00800080)  # of the exponents of two bfloat16
 _FIRST_FACTOR = tl.constexpr((126 - _SHIFT) * 0x00800080)  # for a scale's exponent of 0
 _BFLOAT16_FACTOR = tl.constexpr(0x7E807E80)  # 2^126
 _FLOAT16_FACTOR = tl.constexpr(0x74007400)  # 2^14
-_BFLOAT16_STEP, _FLOAT16_STEP = tl.constexpr(2.0**126), tl.constexpr(2.0**14)
+# Scales of NVFP4, which are at least 2^-9 and up to 448, are kept as bytes: an exponent, 10 too
+# large, and three digits. So they become numbers without a case for the smallest. 0 is none: then
+# the numbers are 0. Those of four groups of an output share a word.
+_SCALE_BIAS = 10
+_FLOAT32_SCALE = tl.constexpr((127 - _SCALE_BIAS) << 23)
+# Pairs of exponents that make a factor of a scale, 256 times too small.
+_BFLOAT16_SCALES = tl.constexpr((127 + 126 - 8 - _SCALE_BIAS) * 0x00800080)
+_FLOAT16_SCALES = tl.constexpr((15 + 14 - 8 - _SCALE_BIAS) * 0x04000400)
 
 
 def pack(words: Tensor) -> Tensor:
@@ -47,6 +54,27 @@ def unpack(words: Tensor) -> Tensor:
         both = words >> magnitude & 0x00070007 | (words >> sign & 0x00010001) << 3
         plain |= ((both | both >> 8) & 0x0F0F) << place
     return plain
+
+
+def pack_scales(scale: Tensor) -> Tensor:
+    """Scales of NVFP4, none of them negative, as they are kept.
+
+    Shape: [groups, N] -> [groups / 4, N] int32
+    """
+    digits, exponent = scale.float().frexp()  # 0.5 to 1
+    packed = (exponent - 1 + _SCALE_BIAS) * 8 + (digits * 16 - 8).int()
+    packed = packed.where(digits > 0, 0).to(torch.uint8)
+    padded = F.pad(packed, (0, 0, 0, -len(packed) % 4)).unflatten(0, (-1, 4))
+    words: Tensor = padded.transpose(1, 2).flatten().view(torch.int32)
+    return words.view(len(padded), -1)
+
+
+def unpack_scales(words: Tensor, num_groups: int) -> Tensor:
+    """The inverse of `pack_scales`, float32."""
+    bytes_ = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    packed = bytes_.transpose(1, 2).flatten(0, 1)[:num_groups]
+    digits, exponent = (8 + packed % 8).float() / 8, (packed // 8).int() - _SCALE_BIAS
+    return torch.ldexp(digits, exponent).where(packed > 0, 0)
 
 
 def _asm(magnitude_at: int, fma: str, high: bool) -> str:
@@ -135,24 +163,36 @@ def unscaled(sums):
 
 
 @triton.jit
-def scaled_by_e4m3(words, scales, HIGH: tl.constexpr, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):
-    """The numbers of the low or the high nibbles of packed words, each times its word's scale, and
-    256 times too small. They are exact in every DTYPE.
+def scale_of(words, place):
+    """The scale in this place of each word, 0 to 3, float32."""
+    return ((_scale_byte(words, place) << 20) + _FLOAT32_SCALE).to(tl.float32, bitcast=True)
 
-    Shape: words [N, K / 4], scales [N, K / 4] uint8 -> [N, K]
+
+@triton.jit
+def _scale_byte(words, place):
+    return (words >> (8 * place)) & 255
+
+
+@triton.jit
+def scaled_by_words(words, scales, HIGH: tl.constexpr, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):
+    """The numbers of the low or the high nibbles of a chunk's words, each times its group's scale,
+    and 256 times too small. They are exact in every DTYPE.
+
+    Each of four threads has a word of each of four groups.
+    Shape: words [N, 16], scales [N] -> [N, 64]
     """
-    small = small_from_e4m3(scales)
+    place = (tl.arange(0, 16) % 4)[None, :]
     if IN_PAIRS:
+        byte = _scale_byte(scales[:, None], place)
         if tl.bfloat16 == DTYPE:
-            factor = (small.to(tl.float32) * _BFLOAT16_STEP).to(tl.bfloat16)
+            factor = byte * 0x00100010 + _BFLOAT16_SCALES
         else:
-            factor = small * _FLOAT16_STEP
-        bits = factor.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        scaled = _pairs(words, bits | (bits << 16), HIGH, DTYPE)
+            factor = byte * 0x00800080 + _FLOAT16_SCALES
+        scaled = _pairs(words, factor, HIGH, DTYPE)
     else:
         codes = bytes_of(_plain_nibbles(words))
         number = _plain(codes >> 4 if HIGH else codes & 15)
-        factor = small.to(tl.float32)
+        factor = scale_of(scales[:, None], place) / 256.0
         scaled = (number * _in_turn(factor, factor, factor, factor)).to(DTYPE)
     return scaled
 

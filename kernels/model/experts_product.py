@@ -17,7 +17,6 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import tl, triton
 from .e2m1 import scaled_from_e2m1, unscaled
 from .expert_matrix import GROUP, ExpertMatrix, Glu, is_mxfp4
-from .fp8 import as_bytes
 from .narrow_matrix import NarrowMatrix, has_4_bits
 from .narrow_numbers import in_order_by_warp, output_by_warp
 from .narrow_product import codes_of_steps, share_of_product
@@ -84,7 +83,7 @@ def _of_narrow(matrix: NarrowMatrix, x: Tensor, size: int) -> _Numbers:
         "KIND": matrix.kind, "WIDTH": width, "GROUP": matrix.group, "ROWS": matrix.rows,
         "STEP": half, "CHUNK": matrix.chunk,
     }  # fmt: skip
-    parts = as_bytes(matrix.scale), matrix.zero, matrix.factor
+    parts = matrix.scale, matrix.zero, matrix.factor
     return _Numbers(matrix.codes.view(torch.int32), *parts, options | tiling)
 
 

@@ -40,15 +40,6 @@ def e4m3_bytes(x):
 
 
 @triton.jit
-def small_from_e4m3(bytes_):
-    """The numbers in these bytes in float16, 256 times too small, so that their exponents fit as
-    they are: no GPU needs instructions for FP8.
-    """
-    wide = bytes_.to(tl.int16)
-    return ((wide & 127) << 7 | (wide & 128) << 8).to(tl.float16, bitcast=True)
-
-
-@triton.jit
 def from_e4m3(bytes_, DTYPE: tl.constexpr):
     """The numbers in these bytes, exact in DTYPE."""
     x = bytes_.to(tl.float8e4nv, bitcast=True).to(tl.float16)

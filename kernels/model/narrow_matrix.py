@@ -47,7 +47,7 @@ class NarrowMatrix(NamedTuple):
 
     kind: Kind  # fp8 is e4m3, fp4 and nvfp4 are e2m1; int8 is signed, int4 is 0 to 15
     codes: Tensor  # [N, bytes of a row] float8_e4m3fn, int8, or for 4 bits uint8
-    scale: Tensor  # [groups, N / rows], any floating dtype; nvfp4: float8_e4m3fn
+    scale: Tensor  # [groups, N / rows], any floating dtype; nvfp4: packed (e2m1.py)
     zero: Tensor | None  # [groups, N] int8; None: 8 for int4, else 0
     num_in: int  # K
     group: int  # inputs that share a scale
@@ -111,7 +111,8 @@ def narrow_matrix(
 ) -> NarrowMatrix:
     """A matrix from codes, one a number. If `group` is at least K, each output has one scale.
 
-    Shape: codes [N, K], of 4 bits uint8; scale [groups, N / rows]; zero [groups, N]; factor [N].
+    Shape: codes [N, K], of 4 bits uint8; scale [groups, N / rows], of nvfp4 float8_e4m3fn, not
+    negative; zero [groups, N]; factor [N].
     Raises ValueError naming a group or a shape that is not served.
     """
     num_out, num_in = codes.shape
@@ -130,6 +131,9 @@ def narrow_matrix(
         raise ValueError(f"its scales have the shape {tuple(scale.shape)}, not {expected}")
     if zero is not None and tuple(zero.shape) != (expected[0], num_out):
         raise ValueError(f"its zero points have the shape {tuple(zero.shape)}")
+    if kind == "nvfp4":
+        codes = codes * (scale.float().t() > 0).repeat_interleave(group, 1)
+        scale = e2m1.pack_scales(scale)
     if has_4_bits(kind):
         half = _half(group)
         codes = F.pad(codes, (0, -num_in % (2 * half))).reshape(num_out, -1, 2, half)
@@ -200,6 +204,14 @@ def stack(matrices: Sequence[NarrowMatrix]) -> NarrowMatrix | None:
     )
 
 
+def _plain_scale(matrix: NarrowMatrix) -> Tensor:
+    """As it is given to `narrow_matrix`."""
+    if matrix.kind == "nvfp4":
+        num_groups = matrix.num_in // NVFP4_GROUP
+        return e2m1.unpack_scales(matrix.scale, num_groups).to(torch.float8_e4m3fn)
+    return matrix.scale
+
+
 def _scale_of_rows(matrix: NarrowMatrix) -> Tensor:
     return matrix.scale.repeat_interleave(matrix.rows, 1)[:, : len(matrix.codes)]
 
@@ -231,7 +243,7 @@ def columns_of(matrix: NarrowMatrix, first: int, count: int) -> NarrowMatrix:
     """
     if matrix.order is not None:
         raise ValueError("its inputs have an order of their own (act-order, desc_act)")
-    group, scale, zero = matrix.group, matrix.scale, matrix.zero
+    group, scale, zero = matrix.group, _plain_scale(matrix), matrix.zero
     if group < matrix.num_in:
         if first % group or count % group:
             raise ValueError(f"{group} inputs share a scale, which {count} inputs would cut")
@@ -279,7 +291,7 @@ def _values(matrix: NarrowMatrix, part: slice) -> Tensor:
     values = _numbers(matrix, part)
     num_out = len(values)
     n = torch.arange(len(matrix.codes), device=values.device)[part]
-    scale = matrix.scale.float()[:, n // matrix.rows]
+    scale = _plain_scale(matrix).float()[:, n // matrix.rows]
     zero: Tensor | float = _NO_ZERO[matrix.kind]
     if matrix.zero is not None:
         zero = matrix.zero[:, part].float().t()[:, :, None]

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ..triton_or_none import tl, triton
-from .e2m1 import bytes_of, from_e2m1
-from .fp8 import as_bytes, from_e4m3, small_from_e4m3
+from .e2m1 import bytes_of, from_e2m1, scale_of
+from .fp8 import from_e4m3
 from .narrow_matrix import NarrowMatrix
 
 _BLOCK_N = 64
@@ -56,7 +56,7 @@ def unpack(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
     _unpack_kernel[triton.cdiv(num_out, _BLOCK_N), triton.cdiv(width, matrix.half)](
         out,
         matrix.codes.view(torch.int32),
-        as_bytes(matrix.scale),
+        matrix.scale,
         matrix.zero,
         matrix.factor,
         num_out,
@@ -174,7 +174,7 @@ def _nibbles(codes, DTYPE: tl.constexpr):
 def _unpack_kernel(
     out_ptr,  # [num_out, NUM_IN]
     codes_ptr,  # [num_out, WIDTH / 4] words of 4 bytes
-    scale_ptr,  # [groups, num_out / ROWS]; nvfp4: bytes
+    scale_ptr,  # [groups, num_out / ROWS]; nvfp4: [groups / 4, num_out] words
     zero_ptr,  # [groups, num_out] or None
     factor_ptr,  # [num_out] or None
     num_out,
@@ -208,10 +208,11 @@ def _unpack_kernel(
         out_at = out_ptr + n.to(tl.int64)[:, None] * NUM_IN + first + k[None, :]
         inside = is_out[:, None] & (first + k < NUM_IN)[None, :]
         if KIND == "nvfp4":
-            scale_at = scale_ptr + (first + k)[None, :] // GROUP * scale_stride + n[:, None]
-            scale = small_from_e4m3(tl.load(scale_at, mask=inside, other=0))
+            group = (first + k)[None, :] // GROUP
+            four = tl.load(scale_ptr + group // 4 * scale_stride + n[:, None], mask=inside, other=0)
+            scale = scale_of(four, group % 4)
             factor = tl.load(factor_ptr + n, mask=is_out, other=0.0)
-            weight *= scale.to(tl.float32) * 256.0 * factor[:, None]
+            weight *= scale * factor[:, None]
         else:
             group = tl.minimum(first, NUM_IN - 1) // GROUP
             if zero_ptr is not None:

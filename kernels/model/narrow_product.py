@@ -13,8 +13,7 @@ from torch import Tensor
 from .._dispatch import num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
-from .e2m1 import scaled_by_e4m3
-from .fp8 import as_bytes
+from .e2m1 import scaled_by_words
 from .narrow_matrix import NarrowMatrix, has_4_bits
 from .narrow_numbers import in_order_by_warp, numbers, output_by_warp
 from .tiles import tile_of_program
@@ -78,7 +77,7 @@ def narrow_product(
         out,
         x,
         matrix.codes.view(torch.int32),
-        as_bytes(matrix.scale),
+        matrix.scale,
         matrix.zero,
         matrix.factor,
         bias,
@@ -119,7 +118,7 @@ def _narrow_kernel(
     out_ptr,  # [num_rows, num_out] or None
     x_ptr,  # [num_rows, NUM_IN]
     codes_ptr,  # [num_out or 2 * num_out, WIDTH / 4] words of 4 bytes
-    scale_ptr,  # [groups, num_out / ROWS]; nvfp4: bytes
+    scale_ptr,  # [groups, num_out / ROWS]; nvfp4: [groups / 4, num_out] words
     zero_ptr,  # [groups, num_out] or None
     factor_ptr,  # [num_out or 2 * num_out] or None
     bias_ptr,  # [num_out] or None
@@ -251,14 +250,13 @@ def share_of_product(
     begin = split * SHARE
     has_scale = is_read if SCALES_NUMBERS else is_out
     is_read = is_read[:, None]
-    PER_PART: tl.constexpr = STEP // GROUP if SCALES_NUMBERS else 1
+    OF_ONE: tl.constexpr = STEP if SCALES_NUMBERS else GROUP  # inputs of an entry of scales
     codes = codes_of_steps(codes_at, is_read, begin, WIDTH, STEP, STEPS, CHUNK)
     x_at += tl.arange(0, CHUNK)[:, None]
     y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     scales = _of_groups(
-        scale_at, scale_stride, has_scale, begin * HALVES, NUM_IN, GROUP, STEP // PER_PART,
-        PARTS * PER_PART,
-    )  # fmt: skip
+        scale_at, scale_stride, has_scale, begin * HALVES, NUM_IN, OF_ONE, STEP, PARTS
+    )
     zeros = scales
     if zero_at is not None:
         zeros = _of_groups(zero_at, zero_stride, is_out, begin * HALVES, NUM_IN, GROUP, STEP, PARTS)
@@ -270,9 +268,8 @@ def share_of_product(
         codes = codes_of_steps(codes_at, in_share, after, WIDTH, STEP, STEPS, CHUNK)
         if not ONE_GROUP:
             scales = _of_groups(
-                scale_at, scale_stride, has_scale, after * HALVES, NUM_IN, GROUP, STEP // PER_PART,
-                PARTS * PER_PART,
-            )  # fmt: skip
+                scale_at, scale_stride, has_scale, after * HALVES, NUM_IN, OF_ONE, STEP, PARTS
+            )
         if zero_at is not None and not ONE_GROUP:
             zeros = _of_groups(
                 zero_at, zero_stride, is_out, after * HALVES, NUM_IN, GROUP, STEP, PARTS
@@ -284,8 +281,7 @@ def share_of_product(
             for chunk in tl.static_range(CHUNKS):
                 words = now[i // HALVES * CHUNKS + chunk]
                 if SCALES_NUMBERS:
-                    four = _of_words(scales_now, i * 4, BLOCK_N)
-                    weight = scaled_by_e4m3(words, four, i % HALVES == 1, DTYPE, IN_PAIRS)
+                    weight = scaled_by_words(words, scales_now[i], i % HALVES == 1, DTYPE, IN_PAIRS)
                 else:
                     low, high = numbers(words, zero_at is not None, KIND, DTYPE, IN_PAIRS)
                     weight = low
@@ -332,17 +328,6 @@ def codes_of_steps(
             words = tl.load(words_at, mask=mask & (at < WIDTH), other=0)
         chunks = chunks + (words,)  # type: ignore[assignment]  # noqa: RUF005
     return chunks
-
-
-@triton.jit
-def _of_words(scales, first: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The scales of four groups for the words of a chunk: each of four threads has one of each.
-
-    Shape: scales [BLOCK_N] each -> [BLOCK_N, 16]
-    """
-    even = tl.join(scales[first], scales[first + 2])
-    four = tl.reshape(tl.join(even, tl.join(scales[first + 1], scales[first + 3])), [BLOCK_N, 1, 4])
-    return tl.reshape(four.broadcast_to([BLOCK_N, 4, 4]), [BLOCK_N, 16])
 
 
 @triton.jit

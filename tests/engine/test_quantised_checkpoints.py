@@ -192,7 +192,7 @@ def test_what_is_not_served_is_refused_by_name(
             torch.zeros(128, 6),
             "q_proj.weight_scale is 128 x 6 of float8_e4m3fn; in NVFP4 it is 128 x 12",
         ),
-        ("modelopt nvfp4", "weight_scale", torch.full((128, 12), torch.nan), "is not a number"),
+        ("modelopt nvfp4", "weight_scale", torch.full((128, 12), torch.nan), "is not 0 or more"),
         ("modelopt nvfp4", "weight_scale_2", torch.ones(3), "weight_scale_2 must be one number"),
         ("modelopt nvfp4", "pre_quant_scale", torch.ones(192), "scales its inputs"),
         (

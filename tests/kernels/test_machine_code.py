@@ -43,7 +43,7 @@ def make_matrix(kind: Kind, num_out: int, num_in: int, group: int) -> NarrowMatr
     codes = codes.view(DTYPES.get(kind, torch.uint8))
     scale, factor = empty(-(-num_in // group), num_out, dtype=torch.float16), None
     if kind == "nvfp4":
-        scale = empty(*scale.shape, dtype=torch.float8_e4m3fn)
+        scale = empty(-(-num_in // 64), num_out, dtype=torch.int32)
         factor = empty(num_out, dtype=torch.float32)
     return NarrowMatrix(kind, codes, scale, None, num_in, group, factor=factor)
 

@@ -10,8 +10,6 @@ from outrider.kernels.model.narrow_matrix import NVFP4_GROUP, NarrowMatrix, narr
 from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint
 
-_NOT_A_NUMBER = 127  # its code in e4m3, without the sign
-
 
 def read(
     tensors: Checkpoint, layer: str, *, codes: str, factor: str, divides: bool
@@ -30,8 +28,8 @@ def read(
             f"{layer}.weight_scale is {found}; in NVFP4 it is {' x '.join(map(str, expected))} "
             "of float8_e4m3fn"
         )
-    if bool((scale.view(torch.uint8) & _NOT_A_NUMBER == _NOT_A_NUMBER).any()):
-        raise UnsupportedModelError(f"{layer}.weight_scale has a scale that is not a number")
+    if not bool((scale.float() >= 0).all()):
+        raise UnsupportedModelError(f"{layer}.weight_scale has a scale that is not 0 or more")
     of_all = tensors.stored(f"{layer}.{factor}").float()
     if of_all.numel() != 1 or not bool(of_all.isfinite().all() & (of_all != 0).all()):
         raise UnsupportedModelError(f"{layer}.{factor} must be one number, finite and not 0")
