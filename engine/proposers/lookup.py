@@ -4,7 +4,6 @@ from collections.abc import Callable
 from itertools import accumulate, repeat
 from operator import mul
 from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary
 
 from outrider.kernels.verify.sampling import MAX_DRAFTS
 
@@ -132,9 +131,10 @@ class Lookup(Source):
         self._text_of = text_of
         self._slots = slots
         self._hits, self._pauses = Hits(), _Pauses(most_pause)
-        self._lines: WeakKeyDictionary[Request, _Line | None] = WeakKeyDictionary()
+        self._lines: dict[Request, _Line | None] = {}
 
     def forget(self, request: Request) -> None:
+        self._lines.pop(request, None)
         self._keep_answer(request)
 
     def looks_up(self, request: Request) -> bool:

@@ -34,12 +34,12 @@ class Source(ABC):
     draws: Draws | None = None  # what it draws drafts with; None: they are one-hot
 
     def looks_up(self, request: Request) -> bool:
-        """Whether it may wish for drafts of this sequence."""
+        """Whether it may wish for drafts of this sequence, until it ends."""
         return False
 
     def prepare(self, most: dict[Request, int]) -> None:
-        """Called before wishes are asked for, with the sequences that decode, and how many
-        questions each may ask its grammar.
+        """Called before wishes are asked for, with the sequences that decode by a grammar, and how
+        many questions each may ask it.
         """
         return
 
@@ -93,6 +93,8 @@ class Proposer:
         self.sources = list(sources)
         self._failed: set[SourceName] = set()
         self._draws: Draws | None = next((s.draws for s in sources if s.draws), None)
+        # Those that may wish for drafts of a sequence, until it ends: asked in every step.
+        self._lookups: dict[Request, list[Source]] = {}
 
     @property
     def distributions(self) -> DraftDistributions | None:
@@ -105,11 +107,13 @@ class Proposer:
 
     def draws_for(self, request: Request) -> bool:
         """Whether a model could draft for this sequence in the next step."""
+        if self._draws is None:
+            return False
         return any(source.draws and source.can_draft(request) for source in self._of(request))
 
     def looks_up(self, request: Request) -> bool:
         """Whether a source may wish for drafts of this sequence."""
-        return any(source.looks_up(request) for source in self._of(request))
+        return bool(self._lookups_of(request))
 
     def prepare(self, most: dict[Request, int]) -> None:
         """As `Source.prepare`, each source with the sequences that may use it."""
@@ -123,13 +127,18 @@ class Proposer:
     def wishes(self, request: Request) -> list[Wish]:
         """What each source would draft for a sequence in the next step, without a model."""
         wishes = []
-        for source in self._of(request):
+        for source in self._lookups_of(request):
             try:
                 if (wish := source.wish(request)) is not None:
                     wishes.append(wish)
             except Exception:
                 self._report(source)
         return wishes
+
+    def _lookups_of(self, request: Request) -> list[Source]:
+        if request not in self._lookups:
+            self._lookups[request] = [s for s in self._of(request) if s.looks_up(request)]
+        return self._lookups[request]
 
     def _of(self, request: Request) -> Iterator[Source]:
         return (source for source in self.sources if request.may_use(source.name))
@@ -194,6 +203,7 @@ class Proposer:
 
     def forget(self, request: Request) -> None:
         """As `Source.forget`."""
+        self._lookups.pop(request, None)
         for source in self.sources:
             try:
                 source.forget(request)

@@ -86,9 +86,13 @@ class Drafting:
         self.worth = adaptive.worth(len(decoding))
 
     def prepare(self, decoding: list[Request]) -> None:
-        """Have the sources make ready for those of these sequences that they may draft for."""
+        """Have the sources make ready for those of these sequences that decode by a grammar."""
         self._proposer.prepare(
-            {r: self._num_questions.get(r, MAX_DRAFTS + 1) for r in decoding if self._may_draft(r)}
+            {
+                request: self._num_questions.get(request, MAX_DRAFTS + 1)
+                for request in decoding
+                if request.grammar is not None and self._may_draft(request)
+            }
         )
 
     def give(self, scheduled: ScheduledRequest, num_rows_left: int, *, waits: bool) -> None:
@@ -97,7 +101,8 @@ class Drafting:
         `waits`: it is drafted for, but not in this step yet.
         """
         request = scheduled.request
-        k, may_draft = self._num_wanted(request), self._may_draft(request)
+        k = self._num_wanted(request)
+        may_draft = k > 0 or self._may_look_up(request)
         if may_draft and request.is_in_flight and request.needs_host:
             k, may_draft = 0, False  # k has risen from 0 since `must_know`: from the next step on
         scheduled.is_drafted_for = k > 0
@@ -131,8 +136,11 @@ class Drafting:
         own_k = request.params.num_speculative_tokens
         most = min(room, self._sequences.max_drafts if own_k is None else own_k)
         most = min(most, max(0, self._num_questions.get(request, most + 1) - 1))
+        wishes = self._proposer.wishes(request)
+        if not wishes:
+            return
         best, count, gain = None, 0, self._sequences.acceptance.expected(scheduled.max_drawn)
-        for wish in self._proposer.wishes(request):
+        for wish in wishes:
             num_drafts, expected = self.worth.best(wish.chances[:most])
             if expected > gain * (1 + wish.waits):
                 best, count, gain = wish, num_drafts, expected / (1 + wish.waits)
@@ -147,7 +155,10 @@ class Drafting:
 
     def _may_draft(self, request: Request) -> bool:
         """Whether anything may draft for it in the next step."""
-        return self._num_wanted(request) > 0 or (
+        return self._may_look_up(request) or self._num_wanted(request) > 0
+
+    def _may_look_up(self, request: Request) -> bool:
+        return (
             request.speculates
             and request.params.num_speculative_tokens != 0
             and self._proposer.looks_up(request)
@@ -156,7 +167,7 @@ class Drafting:
     def would_draft(self, request: Request) -> bool:
         """Whether something is likely to draft for it in the next step."""
         return self._num_wanted(request) > 0 or (
-            self._may_draft(request)
+            self._may_look_up(request)
             and any(self.worth.best(wish.chances)[0] for wish in self._proposer.wishes(request))
         )
 
