@@ -1,5 +1,6 @@
 """How many KV cache pages fit in memory beside everything else that the engine holds."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -76,11 +77,23 @@ def host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], PageCop
             f"cache.host_gib is {given:g}, but no prefixes are cached that it could keep: set it "
             "to 0"
         )
-    if worker.slots.kept_states:
+    states = pair.target if worker.slots.kept_states else None
+    if states is not None and worker.followers is not None:
         raise ConfigError(
             f"cache.host_gib is {given:g}, but the states that this model keeps beside its pages "
-            "are not kept in host memory yet: set it to 0"
+            "are not kept in host memory yet if GPUs share the target (target.tensor_parallel): "
+            "set it to 0"
         )
+    state_bytes = pair.target.bytes_per_slot(worker.slots.max_drafts) if states is not None else 0
+    pages_per_state = max(1, config.cache.state_interval_tokens // pair.page_size)
+
+    def num_states(num_pages: int) -> int:
+        """As many as a prompt that fills the pages leaves, and one more."""
+        return 1 + num_pages // pages_per_state if states is not None else 0
+
+    def size(num_pages: int) -> int:
+        return of_all_ranks.num_bytes(num_pages) + num_states(num_pages) * state_bytes
+
     free_bytes = available_bytes()
     if worker.device.type == "cpu" and config.cache.num_pages is not None:  # not allocated yet
         free_bytes -= of_all_ranks.num_bytes(config.cache.num_pages)
@@ -91,16 +104,18 @@ def host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], PageCop
             f"cache.host_gib is {given:g}, but the machine has room for {most_gib:g} GiB: set it "
             "to that at most, or to 0"
         )
-    num_pages = of_all_ranks.most_within(num_bytes)
+    most_pages = of_all_ranks.most_within(num_bytes)
+    num_pages = bisect_right(range(1, most_pages + 1), num_bytes, key=size)
     if num_pages < 2:
-        least_gib = of_all_ranks.num_bytes(2) / GIB
+        least_gib = size(2) / GIB
         raise ConfigError(
             f"cache.host_gib is {given:g}, which holds no page: set it to {least_gib:.2g} at "
             "least, or to 0"
         )
     counts = worker.budget.of_groups(num_pages)
+    counts += [num_states(num_pages)] if states is not None else []
     try:
-        own = allocated(pair.groups, counts, pair.page_size, worker.device)
+        own = allocated(pair.groups, counts, pair.page_size, worker.device, states, state_bytes)
     except RuntimeError as error:
         raise ConfigError(
             f"{given:g} GiB of host memory cannot be pinned ({error}): lower cache.host_gib, or "

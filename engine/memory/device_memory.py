@@ -28,8 +28,8 @@ class DeviceMemory:
     tokens, all tokens before them, and `lookahead` tokens after them: a head's KV of a token
     depends on the next token too.
 
-    With a second tier, pages whose room is needed go to host memory. Before a sequence that can
-    share them is seated, they come back into free pages: see `bring_back`.
+    With a second tier, pages and states whose room is needed go to host memory. Before a sequence
+    that can share them is seated, they come back into free pages and places: see `bring_back`.
 
     With `keeps_events`, `events` collects what routers hear of the first group's pages, until its
     reader clears it.
@@ -51,7 +51,8 @@ class DeviceMemory:
         with a window has too few before the first has.
 
         `has_head`: the draft cannot catch up, so pages without its KV are not shared. `host`: the
-        pages of each group that the second tier has, and what copies to and from there.
+        pages of each group, and last the states if there are any, that the second tier has, and
+        what copies to and from there.
         """
         if min(num_pages) < 2:
             raise ValueError(f"the KV cache needs at least 2 pages, got {min(num_pages)}")
@@ -72,6 +73,10 @@ class DeviceMemory:
         if self.states is not None:
             self.states.announcements = self._announcements
         self.host = HostTier(*host, self._announce_removed) if host else None
+        if self.states is not None and (tier := self.host) is not None:
+            g = len(self._groups)
+            self.states.on_evict = lambda place, page_hash: tier.keep(g, [(place, page_hash, True)])
+            self.states.is_in_host = lambda page_hash: page_hash in tier.hashes(g)
         self._awaits: SequenceMemory | None = None  # for which a transfer was begun last
 
     @property
@@ -161,8 +166,8 @@ class DeviceMemory:
         """
         if self.host is None or not self.prefix_caching:
             return False
-        hashes, edge = self._last_edge(memory, num_reusable, self.host)
-        if edge == self._last_edge(memory, num_reusable)[1]:
+        hashes, edge = self._last_edge(memory, num_reusable, self.host, self.states)
+        if edge == self._last_edge(memory, num_reusable, states=self.states)[1]:
             return False
         if self.host.is_loading:
             return True
@@ -174,6 +179,10 @@ class DeviceMemory:
             missing.append([page_hash for page_hash in wanted if group.find(page_hash) is None])
             if len(missing[-1]) > group.num_free - len(free):
                 return False
+        if self.states is not None:
+            if (awaited := self.states.awaited(hashes[edge - 1])) is None:
+                return False
+            missing.append(awaited)
         self.host.reserve(missing)
         self.host.load([self._take(g, len(hashes)) for g, hashes in enumerate(missing)])
         self._awaits = memory
@@ -184,8 +193,10 @@ class DeviceMemory:
         """Let sequences find what has come back from the host."""
         if self.host is None or not self.host.is_loading:
             return
+        kinds: list[Pages | KeptStates] = [*self._groups]
+        kinds += [] if self.states is None else [self.states]
         for g, page, page_hash, has_draft in self.host.take_arrived():
-            group = self._groups[g]
+            group = kinds[g]
             if page_hash is not None and group.record(page, page_hash) and has_draft and g == 0:
                 self._pages_with_draft.add(page)
             group.give_back(page)
@@ -208,13 +219,19 @@ class DeviceMemory:
         return True
 
     def _take(self, g: int, num_pages: int) -> list[int]:
-        """Hold free pages of a group, the next to be reused; what they hold goes to the host."""
+        """Hold the next free pages of a group, or places of states, and save what they hold."""
+        if g == len(self._groups):
+            assert self.states is not None
+            places = (self.states.take_next(at_once=True) for _ in range(num_pages))
+            return [place for place in places if place is not None]
         group = self._groups[g]
         pages = [group.take_next() for _ in range(num_pages)]
         if self.host is not None:
             found = [(page, page_hash) for page in pages if (page_hash := group.hash_of(page))]
             # Only the first group has layers of drafts that may fall behind.
             self.host.keep(g, [(p, h, g > 0 or p in self._pages_with_draft) for p, h in found])
+            if g == 0 and self.states is not None:  # nobody finds one without the page before it
+                self.states.evict(page_hash for _, page_hash in found)
         for page in pages:
             self._forget(g, page)
         return pages
@@ -283,6 +300,10 @@ class DeviceMemory:
                     self.host.forget(g, page_hash)
                 if (page := group.find(page_hash)) is not None:
                     self._forget(g, page)
+        for page_hash in memory.page_hashes if self.states is not None else ():
+            self.states.forget(page_hash)
+            if self.host is not None:
+                self.host.forget(len(self._groups), page_hash)
 
     def release(self, memory: SequenceMemory) -> None:
         """Give back all pages of a sequence; recorded ones can still be found until reused."""
@@ -300,7 +321,7 @@ class DeviceMemory:
             filled = self.host.held(g) if self.host else ()
             group.check_integrity([*(memory.pages[g] for memory in live), filled])
         if self.states is not None:
-            self.states.check_integrity()
+            self.states.check_integrity(self.host.held(len(self._groups)) if self.host else ())
 
     def _give_back_behind_windows(self, memory: SequenceMemory) -> None:
         """Give back the pages that no row attends to from the computed tokens on.
@@ -349,7 +370,8 @@ class DeviceMemory:
             for g, group in enumerate(self._groups)
         ]
         if states is not None:
-            lookups.append(states.last_edge)
+            of_host = host.hashes(len(self._groups)) if host else ()
+            lookups.append(partial(states.last_edge, elsewhere=of_host))
         edge, num_agreed, i = num_reusable // self.page_size, 0, 0
         while num_agreed < len(lookups):
             last = lookups[i](hashes, edge)
@@ -374,3 +396,5 @@ class DeviceMemory:
     def _announce_removed(self, g: int, page_hash: bytes) -> None:
         if g == 0 and self._announcements is not None:
             self._announcements.lost(page_hash)
+        elif g == len(self._groups) and self.states is not None:
+            self.states.lost_by_host(page_hash)

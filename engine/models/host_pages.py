@@ -1,4 +1,7 @@
-"""The second tier's memory, and the copies between it and the pages of the layers."""
+"""The second tier's memory, and the copies between it and the pages of the layers.
+
+What layers keep of a whole sequence is copied likewise: its slots are the pages of one more group.
+"""
 
 import weakref
 from collections.abc import Iterator, Sequence
@@ -11,6 +14,7 @@ from torch import Tensor
 from ..memory.host_tier import PageCopies
 from ..state.host_copy import uploaded
 from .groups import Group
+from .network import PagedLayers
 
 _BUFFER_BYTES = 256 * 2**20  # on a GPU, of each of three; a larger page gets as much as it takes
 
@@ -18,9 +22,20 @@ _BUFFER_BYTES = 256 * 2**20  # on a GPU, of each of three; a larger page gets as
 class HostPages(PageCopies):
     """Pages in host memory: of each, the parts of all layers of its group side by side."""
 
-    def __init__(self, groups: Sequence[Group], num_pages: Sequence[int], page_size: int) -> None:
-        self._groups = groups
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        num_pages: Sequence[int],
+        page_size: int,
+        states: PagedLayers | None = None,
+        state_bytes: int = 0,
+    ) -> None:
+        """`num_pages`: of each group; last, if there are `states`, of their slots, each of
+        `state_bytes`.
+        """
+        self._groups, self._states = groups, states
         self._sizes = [group.spec.bytes_per_token * page_size for group in groups]
+        self._sizes += [] if states is None else [state_bytes]
         # Of each group: [num_pages, bytes of a page]
         self._host = [
             torch.empty(count, size, dtype=torch.uint8)
@@ -57,20 +72,26 @@ class HostPages(PageCopies):
             part.index_copy_(0, pages, of_part)
 
     def _parts(self, group: int, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer, and the columns of `rows` that hold them.
+        """What the layers keep, and the columns of `rows` that hold it.
 
         Shape: rows [n, bytes of a page] -> [num_pages, m] and [n, m] each, of the widest integers
         """
         begin = 0
-        for _, layer in self._groups[group].layers:
-            for pages in layer.bound_pages:
-                part = pages.flatten(1).view(torch.uint8)
-                end = begin + part.shape[1]
-                of_part = rows[:, begin:end]
-                if begin % 8 == end % 8 == rows.shape[1] % 8 == 0:
-                    part, of_part = part.view(torch.int64), of_part.view(torch.int64)
-                yield part, of_part
-                begin = end
+        for tensor in self.tensors(group):
+            part = tensor.view(len(tensor), -1).view(torch.uint8)
+            end = begin + part.shape[1]
+            of_part = rows[:, begin:end]
+            if begin % 8 == end % 8 == rows.shape[1] % 8 == 0:
+                part, of_part = part.view(torch.int64), of_part.view(torch.int64)
+            yield part, of_part
+            begin = end
+
+    def tensors(self, group: int) -> list[Tensor]:
+        """Of which a page of this group has a row each."""
+        if group == len(self._groups):
+            assert self._states is not None
+            return [self._states.states]
+        return [pages for _, layer in self._groups[group].layers for pages in layer.bound_pages]
 
 
 class PinnedHostPages(HostPages):
@@ -85,9 +106,11 @@ class PinnedHostPages(HostPages):
         num_pages: Sequence[int],
         page_size: int,
         device: torch.device,
+        states: PagedLayers | None = None,
+        state_bytes: int = 0,
     ) -> None:
         """Raises RuntimeError if the memory cannot be pinned."""
-        super().__init__(groups, num_pages, page_size)
+        super().__init__(groups, num_pages, page_size, states, state_bytes)
         self._device = device
         for memory in self._host:
             if memory.numel():
@@ -152,12 +175,17 @@ class PinnedHostPages(HostPages):
 
 
 def host_pages(
-    groups: Sequence[Group], num_pages: Sequence[int], page_size: int, device: torch.device
+    groups: Sequence[Group],
+    num_pages: Sequence[int],
+    page_size: int,
+    device: torch.device,
+    states: PagedLayers | None = None,
+    state_bytes: int = 0,
 ) -> HostPages:
     """Allocate pages of each group. Raises RuntimeError if a GPU's memory cannot be pinned."""
     if device.type == "cpu":
-        return HostPages(groups, num_pages, page_size)
-    return PinnedHostPages(groups, num_pages, page_size, device)
+        return HostPages(groups, num_pages, page_size, states, state_bytes)
+    return PinnedHostPages(groups, num_pages, page_size, device, states, state_bytes)
 
 
 def _at_once(bytes_per_page: int) -> int:

@@ -74,13 +74,18 @@ class PagedLayers(ABC):
         for state, memory in zip(self.slot_states, self._states.split(sizes, 1), strict=True):
             state.bind(memory, max_drafts, self.dtype)
 
+    @property
+    def states(self) -> Tensor:
+        """What its layers keep in slots. Shape: [num_slots, bytes_per_slot] uint8."""
+        assert self._states is not None, "states before they were bound"
+        return self._states
+
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy what its layers keep in slots, from one to another, one after the other: the
         sequence in the second goes on from there. The first must cover its known tokens alone.
         """
         for source, target in copies:
-            assert self._states is not None, "states are copied before they were bound"
-            self._states[target].copy_(self._states[source])
+            self.states[target].copy_(self.states[source])
 
     @property
     def weight_formats(self) -> str:

@@ -262,6 +262,26 @@ def test_returned_prompts_are_answered_alike(
         assert sum(stats.accepted_per_position) > 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="no equal bits in float32 there")
+def test_an_agent_that_returns_twenty_times_is_answered_alike(target: Path, draft: Path) -> None:
+    """Each turn is the conversation so far and a little more, and finds it evicted."""
+    config = engine_config(target, draft, k=2, num_pages=60)
+    alone = Engine(replace(config, batch_invariant=True, cache=replace(config.cache, num_pages=99)))
+    engine = with_late_copies(lagging(tiered(config)), random.Random(1))
+    rng, params = random.Random(2), replace(GREEDY, max_tokens=4, logprobs=1)
+    prompt, num_before = rng.choices(range(VOCAB), k=30), 0
+    for _ in range(20):
+        alone.start_over()
+        outputs = run(engine, [prompt], params)[0]
+        assert whole(outputs) == whole(run(alone, [prompt], params)[0])
+        assert outputs[-1].num_cached_tokens >= num_before - PAGE
+        num_before = len(prompt)
+        prompt = [*prompt, *tokens(outputs), *rng.choices(range(VOCAB), k=5)]
+        run(engine, [rng.choices(range(VOCAB), k=220)], replace(GREEDY, max_tokens=1))
+    assert engine.stats().host_loaded_tokens > 20 * 60
+    engine.check_integrity()
+
+
 def begin(engine: Engine, name: str, prompt: list[int]) -> None:
     engine.submit([NewRequest(request_id=name, prompt_token_ids=prompt, params=GREEDY)])
 

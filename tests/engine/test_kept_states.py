@@ -1,5 +1,6 @@
 """Prefixes of hybrids are shared where a state is kept, and only there. Bits stay the same."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from engines import GREEDY, engine_config, lagging, prompts, run, tokens
+from host_copies import with_late_copies
 from mtp import save_tiny_hybrid
 from tiny_models import DEVICE, VOCAB, Tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.engine.config import ConfigError, ModelConfig
+from outrider.engine.config import ConfigError, EngineConfig, ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.memory.device_memory import DeviceMemory
 from outrider.engine.memory.sequence import SequenceMemory
@@ -223,8 +225,40 @@ def test_no_state_is_kept_without_a_prefix_cache(target: Path) -> None:
     assert engine.stats().cached_tokens == 0
 
 
-def test_a_second_tier_of_pages_without_states_is_refused(target: Path) -> None:
-    config = engine_config(target)
-    config = replace(config, cache=replace(config.cache, host_gib=0.01))
-    with pytest.raises(ConfigError, match=r"states that this model keeps .* set it to 0"):
-        Engine(config)
+def with_host_memory(config: EngineConfig, gib: float = 0.004) -> EngineConfig:
+    return replace(config, cache=replace(config.cache, host_gib=gib), batch_invariant=True)
+
+
+@needs_equal_bits
+@pytest.mark.parametrize("has_head", [False, True])
+def test_states_come_back_with_their_pages(has_head: bool, target: Path, tmp_path: Path) -> None:
+    """Between two prompts another takes their pages; copies are late."""
+    if has_head:
+        target = save_tiny_hybrid(tmp_path / "model")
+    options: dict[str, Any] = {"k": 2} if has_head else {"proposer": "suffix"}
+    config = engine_config(
+        target, target if has_head else None, state_interval=8, max_num_seqs=2, num_pages=24,
+        **options,
+    )  # fmt: skip
+    expected = plainly(target, ASKED)
+    engine = with_late_copies(lagging(with_host_memory(config)), random.Random(3))
+    assert answers(engine, ASKED) == expected
+    for prompt, answer in zip(ASKED, expected, strict=True):
+        run(engine, [[(token + 2) % VOCAB for token in TEXT]], GREEDY)
+        assert answers(engine, [prompt]) == [answer]
+        engine.check_integrity()
+    assert engine.stats().host_loaded_tokens > 100
+    run(engine, [[(token + 3) % VOCAB for token in TEXT]], GREEDY)
+    outputs = run(engine, [TEXT], SCORED)[0]
+    assert outputs[-1].num_cached_tokens >= 48
+
+
+def test_host_memory_is_divided_among_pages_and_states(target: Path) -> None:
+    config = engine_config(target, state_interval=32, num_pages=64)
+    engine = Engine(with_host_memory(config))
+    assert engine.worker.host_pages is not None
+    (num_pages, num_states), pages = engine.worker.host_pages
+    assert num_states == 1 + num_pages // 8
+    assert 0.9 * 0.004 * 2**30 < pages.num_bytes <= 0.004 * 2**30
+    with pytest.raises(ConfigError, match=r"holds no page: set it to .* at least"):
+        Engine(with_host_memory(config, 1e-6))

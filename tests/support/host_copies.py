@@ -27,9 +27,9 @@ class LateCopies(PageCopies):
         self._copies.save(group, pages, host_pages)
 
     def load(self, group: int, host_pages: Pages, pages: Pages) -> None:
-        for _, layer in self._copies._groups[group].layers:
-            for of_layer in layer.bound_pages:
-                of_layer[torch.tensor(pages)] = torch.nan
+        for of_layer in self._copies.tensors(group):
+            spoilt = torch.nan if of_layer.is_floating_point() else 0
+            of_layer[torch.tensor(pages, dtype=torch.int64)] = spoilt
         self._begun.append((group, host_pages, pages))
         self._left = self._times()
 
