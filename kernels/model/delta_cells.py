@@ -9,7 +9,9 @@ and G the sum of log(decay) in it up to a row:
 
 The first line solves a system: U = T b (v - ...). T does not depend on S, so all cells get theirs
 at once. A row takes nothing from rows behind it but products with 0, and every product has one
-shape, however many rows of a cell are there. So its bits depend on its sequence alone.
+shape, however many rows of a cell are there. So its bits depend on its sequence alone. But a draft
+that is not a number spoils what its pass gives for the rows beside it, though no state: as with the
+KV beside it, the sequence then starts over without drafts.
 
 q and k enter products as they were convolved, which is exact; their norms are factors. What is
 float32 enters as the sum of two bfloat16.

@@ -5,12 +5,14 @@
     decay   = exp(-exp(a_log) softplus(a + dt_bias)),   b = sigmoid(b)
     S       = decay S + k (b (v - (decay S)^T k))^T,    out = S^T q
 
-A key head serves several value heads. S is float32, and rows pass one by one: the bits of a row
-depend on its sequence alone, however the sequence is split into passes.
+A key head serves several value heads. S is float32. On a GPU rows pass in cells of 16, at absolute
+positions (`delta_cells.py`); the reference, which a CPU runs, passes them one by one. Either way
+the bits of a row depend on its sequence alone, however the sequence is split into passes.
 
-S cannot go back. So S of a slot covers the rows of known tokens alone; rows of drafts are kept as
-they came in, in a ring, which the convolution needs anyway. The next pass begins by taking S
-through those of them that were accepted: it knows how many by its own first position.
+S cannot go back. So S of a slot covers whole cells of known tokens alone (in the reference, all
+known tokens); the rows behind are kept as they came in, in a ring, which the convolution needs
+anyway. The next pass begins with those of them that were accepted: it knows how many by its own
+first position.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +29,7 @@ from .rows import BatchRows
 
 # S is kept behind multiples of so many rows. CELL: rows pass through it a cell at once; 1: each by
 # itself.
-GRID = 1
+GRID = CELL
 
 _EPS = 1e-6  # of the norms of q and k
 _BLOCK_V = 16  # columns of S in a program, which is one warp: its sums over S pass no barrier
