@@ -16,7 +16,7 @@ export class Turn {
     Object.assign(this, { mode, prompt, model });
     this.text = this.reasoning = "";
     this.outcome = null; // until it ends
-    this.isCut = false; // ended before the model did, so it can be continued
+    this.isCut = true; // until the model has ended it: it can be continued
     this.numSteps = 0; // before the request that runs now
     this.startS = 0; // of that request, after the first one
     this.tokens = new Answer({
@@ -57,7 +57,7 @@ export class Turn {
   begin() {
     this.numSteps = this.tokens.steps.length;
     this.startS = this.tokens.steps.at(-1)?.atS ?? 0;
-    this.isCut = false;
+    Object.assign(this, { outcome: null, isCut: true });
     this.buttons.hidden = true;
     this.note.textContent = "";
     this.tokens.element.classList.add("waiting");
@@ -91,11 +91,14 @@ export class Turn {
   }
 }
 
-/** What was said in some turns, as the messages of a chat. */
-export const messages = (some) => some.filter((turn) => turn.mode === "chat").flatMap((turn) => [
+/** What was said in some turns, as the messages of a chat. A question that got no answer is left
+ * out: it may be why, as one that is too long. */
+export const messages = (some) => some.filter(isAnswered).flatMap((turn) => [
   { role: "user", content: turn.prompt },
   { role: "assistant", content: turn.text },
 ]);
+
+const isAnswered = ({ mode, text, isCut }) => mode === "chat" && (text !== "" || !isCut);
 
 /** Keep the conversation in this browser: with its steps, or only the text if they take too much. */
 export function keep() {

@@ -21,6 +21,7 @@ let shown = null; // the turn that the slider is about
 let edited = null; // the turn whose question is in the composer, to be asked again
 let sent = null; // the last request
 let running = null; // its AbortController
+let isLeaving = false; // the page is left or reloaded, which ends the request
 let playing = null;
 let nextFrame = null;
 let info = null;
@@ -179,8 +180,8 @@ async function run(turn, { mode, body }) {
     }
   } catch (error) {
     isCut = true;
-    word = running.signal.aborted ? "Stopped" : "Ended by an error";
-    if (!running.signal.aborted) showProblem(byId("problem"), error);
+    word = running.signal.aborted ? "Stopped" : isLeaving ? "Interrupted" : "Ended by an error";
+    if (word === "Ended by an error") showProblem(byId("problem"), error);
   } finally {
     clearInterval(clock);
     running = null;
@@ -428,7 +429,9 @@ document.addEventListener("keydown", (event) => {
   if (running) running.abort();
   else if (edited) cancelEdit();
 });
+addEventListener("pageshow", () => { isLeaving = false; });
 addEventListener("pagehide", () => {
+  isLeaving = true;
   if (running) conversation.keep();
 });
 slider.addEventListener("input", () => {

@@ -137,6 +137,30 @@ def test_a_stopped_turn_stays_in_the_conversation_also_after_a_reload(page: Page
     assert page.all(".turn") == []
 
 
+def test_an_answer_during_which_the_page_was_left_can_be_continued(page: Page) -> None:
+    ask(page, max_tokens=3000, temperature=0)
+    page.wait(lambda: len(page.all(".answer .token")) > 10, "tokens")
+    page.open()
+    page.wait_for("#state", "ready")
+    num_tokens = len(page.all(".answer .token"))
+    assert num_tokens > 10
+    assert page.text(".turn > .note") == "Interrupted."
+    page.fill(max_tokens=4)
+    page.one(".turn .resume").click()
+    assert finished(page).startswith("Cut off at the maximum number of tokens: 4 tokens in ")
+    assert len(page.all(".turn")) == 1
+    assert len(page.all(".answer .token")) == num_tokens + 4
+
+
+def test_a_question_that_got_no_answer_stays_but_is_not_sent_again(page: Page) -> None:
+    ask(page, prompt="x" * 2 * LONG, max_tokens=4)
+    assert finished(page) == "Ended by an error, without an answer."
+    assert "maximum context length" in page.text("#problem")
+    ask(page, max_tokens=4)
+    assert ": 4 tokens in " in finished(page)
+    assert len(page.all(".turn")) == 2
+
+
 def test_an_answer_that_ended_by_itself_is_no_interrupted_one_after_a_reload(page: Page) -> None:
     ask(page, max_tokens=60, stop="e")
     assert finished(page).startswith("Done")
