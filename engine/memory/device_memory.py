@@ -300,10 +300,11 @@ class DeviceMemory:
                     self.host.forget(g, page_hash)
                 if (page := group.find(page_hash)) is not None:
                     self._forget(g, page)
-        for page_hash in memory.page_hashes if self.states is not None else ():
-            self.states.forget(page_hash)
-            if self.host is not None:
-                self.host.forget(len(self._groups), page_hash)
+        if (states := self.states) is not None:
+            for page_hash in memory.page_hashes:
+                states.forget(page_hash)
+                if self.host is not None:
+                    self.host.forget(len(self._groups), page_hash)
 
     def release(self, memory: SequenceMemory) -> None:
         """Give back all pages of a sequence; recorded ones can still be found until reused."""

@@ -90,7 +90,7 @@ class HostPages(PageCopies):
         """Of which a page of this group has a row each."""
         if group == len(self._groups):
             assert self._states is not None
-            return [self._states.states]
+            return [self._states.slot_memory]
         return [pages for _, layer in self._groups[group].layers for pages in layer.bound_pages]
 
 

@@ -75,7 +75,7 @@ class PagedLayers(ABC):
             state.bind(memory, max_drafts, self.dtype)
 
     @property
-    def states(self) -> Tensor:
+    def slot_memory(self) -> Tensor:
         """What its layers keep in slots. Shape: [num_slots, bytes_per_slot] uint8."""
         assert self._states is not None, "states before they were bound"
         return self._states
@@ -85,7 +85,7 @@ class PagedLayers(ABC):
         sequence in the second goes on from there. The first must cover its known tokens alone.
         """
         for source, target in copies:
-            self.states[target].copy_(self.states[source])
+            self.slot_memory[target].copy_(self.slot_memory[source])
 
     @property
     def weight_formats(self) -> str:

@@ -33,7 +33,7 @@ GRID = CELL
 
 _EPS = 1e-6  # of the norms of q and k
 _BLOCK_V = 16  # columns of S in a program, which is one warp: its sums over S pass no barrier
-_CELL_COLUMNS = 32  # of S in a program that goes cell by cell, a warp for every 16
+_CELL_COLUMNS = 16  # of S in a program that goes cell by cell, a warp for every 16
 _STAGES = 2  # cells whose rows are on their way
 _HEADS = 4  # convolved by a program
 _ROWS = 4  # convolved by a program

@@ -25,6 +25,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.grammars.grammar_messages import Question, Verdict
 from outrider.engine.grammars.grammar_process import GrammarProcess
 from outrider.engine.plan import Plan
+from outrider.engine.proposers.lookup import _Pauses
 from outrider.engine.request import Request
 
 TOKENIZER = byte_level_tokenizer()
@@ -258,6 +259,8 @@ def test_masks_behind_the_drafts_of_a_void_step_count_no_more(
                 slots.write_drafts([(scheduled.request, drafts)])
         return [scheduled.max_drafts for scheduled in plan.scheduled]
 
+    for source in engine.worker.proposer.sources:  # which are not drafted from, but by `propose`
+        monkeypatch.setattr(source, "_pauses", _Pauses(0))
     monkeypatch.setattr(engine.worker.proposer, "propose", propose)
     engine.submit([NewRequest(request_id="0", prompt_token_ids=PROMPT, params=params)])
     outputs: list[RequestOutput] = []

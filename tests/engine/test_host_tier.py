@@ -358,6 +358,7 @@ def test_host_memory_that_cannot_serve_is_refused_at_start(
         Engine(tiered(engine_config(target, prefix_caching=caches), host_gib))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the cache is not in host memory")
 def test_the_largest_that_is_named_fits(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "available_bytes", lambda: 3 * 2**30)
     config = engine_config(target, num_pages=512)

@@ -253,6 +253,7 @@ def test_states_come_back_with_their_pages(has_head: bool, target: Path, tmp_pat
     assert outputs[-1].num_cached_tokens >= 48
 
 
+@needs_equal_bits
 def test_host_memory_is_divided_among_pages_and_states(target: Path) -> None:
     config = engine_config(target, state_interval=32, num_pages=64)
     engine = Engine(with_host_memory(config))
