@@ -40,7 +40,8 @@ Wished = list[tuple[ScheduledRequest, list[int]]]
 class _Pauses:
     """How long lookups that bring nothing pause, over all sequences of a source, in tokens."""
 
-    _LONGER, _SHORTER = 1.1, 0.8
+    _GROWTH = 1.3  # of a sequence's pauses
+    _LONGER, _SHORTER = 1.1, 0.8  # the usual one, by a lookup in vain and by one drafted from
 
     def __init__(self, most: int) -> None:
         self._most, self._usual = most, 1.0
@@ -49,7 +50,7 @@ class _Pauses:
         """The next pause of a sequence whose last one was so long, and brought nothing again."""
         self._usual *= self._LONGER
         self._usual = min(self._most, max(1.0, self._usual))
-        return min(self._most, max(2 * pause, self._usual))
+        return min(self._most, max(self._GROWTH * pause, self._usual))
 
     def end(self) -> None:
         """A sequence is drafted for."""
@@ -61,9 +62,9 @@ class _Line:
 
     It learns from the tokens that come, whoever drafted them, and even if nobody did.
 
-    A lookup takes the host's time, and beside a small model that is a part of every step. So the
-    pause behind one that is not drafted from doubles, up to MOST_PAUSE tokens. A new sequence takes
-    over the pause that is usual.
+    A lookup takes the host's time, and beside a small model that is a part of every step. So each
+    that is not drafted from lengthens the pause before the next, up to MOST_PAUSE tokens. A new
+    sequence takes over the pause that is usual.
     """
 
     def __init__(self, text: Text, hits: Hits, pauses: _Pauses) -> None:
