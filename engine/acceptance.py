@@ -26,9 +26,10 @@ class Acceptance:
 
     def observe(self, wanted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from a step: of `wanted[i]` drafts for sequence i, `accepted[i]` were accepted."""
-        kept, before = KEPT if any(wanted) else KEPT_IDLE, None
+        drafted = [(w, a) for w, a in zip(wanted, accepted, strict=True) if w]
+        kept, before = KEPT if drafted else KEPT_IDLE, None
         for j, (right, tried) in enumerate(zip(self._right, self._tried, strict=True)):
-            reached = [a for w, a in zip(wanted, accepted, strict=True) if j < w and j <= a]
+            reached = [a for w, a in drafted if j < w and j <= a]
             kept_of_it = max(kept, min(1.0, PRIOR_DRAFTS / tried))  # its weight fades, no further
             self._right[j] = kept_of_it * right + sum(a > j for a in reached)
             self._tried[j] = kept_of_it * tried + len(reached)
