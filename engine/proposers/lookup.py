@@ -37,7 +37,7 @@ MOST_PAUSE = 32  # tokens between lookups of a sequence
 Wished = list[tuple[ScheduledRequest, list[int]]]
 
 
-class _Pauses:
+class Pauses:
     """How long lookups that bring nothing pause, over all sequences of a source, in tokens."""
 
     _GROWTH = 1.3  # of a sequence's pauses
@@ -67,7 +67,7 @@ class _Line:
     sequence takes over the pause that is usual.
     """
 
-    def __init__(self, text: Text, hits: Hits, pauses: _Pauses) -> None:
+    def __init__(self, text: Text, hits: Hits, pauses: Pauses) -> None:
         """`hits` and `pauses` are those of all sequences."""
         self.text, self._hits, self._pauses = text, hits, pauses
         self._own_hits = OwnHits()
@@ -131,7 +131,7 @@ class Lookup(Source):
         self._keep_answer = keep_answer
         self._text_of = text_of
         self._slots = slots
-        self._hits, self._pauses = Hits(), _Pauses(most_pause)
+        self._hits, self._pauses = Hits(), Pauses(most_pause)
         self._lines: dict[Request, _Line | None] = {}
 
     def forget(self, request: Request) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from block_heads import save_tiny_block_head
 from distributions import bound, of_limit, pearson, total_variation
-from engines import engine_config, run, tokens
+from engines import engine_config, run, tokens, without_pauses
 from grammars import stands_for
 from heads import save_tiny_head
 from hypothesis import HealthCheck, assume, given, settings
@@ -141,6 +141,7 @@ def sample(
 ) -> list[Counter[tuple[int, ...]]]:
     """Outputs of each parameter set; every sample has a seed and a k of its own."""
     counts: list[Counter[tuple[int, ...]]] = [Counter() for _ in sets]
+    without_pauses(engine)
     everything = [(i, seed) for seed in range(num_samples) for i in range(len(sets))]
     for first in range(0, len(everything), SEATS):
         batch = everything[first : first + SEATS]

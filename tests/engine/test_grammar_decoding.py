@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from engines import GREEDY, engine_config, run, tokens
+from engines import GREEDY, engine_config, run, tokens, without_pauses
 from tokenizers_for_tests import byte_level_tokenizer
 
 from outrider.engine.api import (
@@ -25,7 +25,6 @@ from outrider.engine.engine import Engine
 from outrider.engine.grammars.grammar_messages import Question, Verdict
 from outrider.engine.grammars.grammar_process import GrammarProcess
 from outrider.engine.plan import Plan
-from outrider.engine.proposers.lookup import _Pauses
 from outrider.engine.request import Request
 
 TOKENIZER = byte_level_tokenizer()
@@ -259,8 +258,7 @@ def test_masks_behind_the_drafts_of_a_void_step_count_no_more(
                 slots.write_drafts([(scheduled.request, drafts)])
         return [scheduled.max_drafts for scheduled in plan.scheduled]
 
-    for source in engine.worker.proposer.sources:  # which are not drafted from, but by `propose`
-        monkeypatch.setattr(source, "_pauses", _Pauses(0))
+    without_pauses(engine)  # its drafts are not the source's own
     monkeypatch.setattr(engine.worker.proposer, "propose", propose)
     engine.submit([NewRequest(request_id="0", prompt_token_ids=PROMPT, params=params)])
     outputs: list[RequestOutput] = []

@@ -24,6 +24,7 @@ from outrider.engine.config import (
 from outrider.engine.engine import Engine
 from outrider.engine.models.gguf_file import transformers_arguments
 from outrider.engine.models.heads.config import MTP_HEADS
+from outrider.engine.proposers.lookup import Lookup, Pauses
 
 if importlib.util.find_spec("gguf"):  # `make gpu` does without it
     import gguf
@@ -92,6 +93,14 @@ def sampling_config(target: Path, draft: Path, proposer: str | Sequence[str]) ->
         max_num_batched_tokens=2048,
         num_pages=1024,
     )
+
+
+def without_pauses(engine: Engine) -> Engine:
+    """The same engine, whose lookups are made in every step, though they bring nothing."""
+    for source in engine.worker.proposer.sources:
+        if isinstance(source, Lookup):
+            source._pauses = Pauses(0)
+    return engine
 
 
 def lagging(config: EngineConfig) -> Engine:

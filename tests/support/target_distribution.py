@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from engines import run, tokens
+from engines import run, tokens, without_pauses
 from logits_processors import FavourParity
 from tiny_models import DEVICE
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -140,6 +140,7 @@ def sample(
     turn, and for each k with these sources of drafts in turn.
     """
     counts: Counter[Sequence] = Counter()
+    without_pauses(engine)
     for first in range(0, n, batch):
         each = [
             replace(params, seed=seed, num_speculative_tokens=seed % (max_k + 1))
