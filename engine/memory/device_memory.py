@@ -294,17 +294,14 @@ class DeviceMemory:
 
         That holds for pages that it has given back, too.
         """
-        for g, group in enumerate(self._groups):
-            for page_hash in memory.page_hashes:
-                if self.host is not None:
-                    self.host.forget(g, page_hash)
+        for page_hash in memory.page_hashes:
+            if self.host is not None:
+                self.host.forget(page_hash)
+            for g, group in enumerate(self._groups):
                 if (page := group.find(page_hash)) is not None:
                     self._forget(g, page)
-        if (states := self.states) is not None:
-            for page_hash in memory.page_hashes:
-                states.forget(page_hash)
-                if self.host is not None:
-                    self.host.forget(len(self._groups), page_hash)
+            if self.states is not None:
+                self.states.forget(page_hash)
 
     def release(self, memory: SequenceMemory) -> None:
         """Give back all pages of a sequence; recorded ones can still be found until reused."""

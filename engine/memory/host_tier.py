@@ -149,8 +149,12 @@ class HostTier:
         self._filled, self._coming = [], []
         return arrived
 
-    def forget(self, group: int, page_hash: bytes) -> None:
-        """Let nobody find a page here any more, also if it is on its way."""
+    def forget(self, page_hash: bytes) -> None:
+        """Let nobody find a page of any group here any more, also if it is on its way."""
+        for group in range(len(self._kept)):
+            self._forget(group, page_hash)
+
+    def _forget(self, group: int, page_hash: bytes) -> None:
         if self._coming:
             self._coming[group].pop(page_hash, None)
         if known := self._kept[group].pop(page_hash, None):
@@ -167,7 +171,7 @@ class HostTier:
             oldest = next(iter(self._kept[group]), None)
             if oldest is None or self._is_coming(group, oldest):
                 return None
-            self.forget(group, oldest)
+            self._forget(group, oldest)
         return self._free[group].pop()
 
     @contextmanager
@@ -188,4 +192,4 @@ class HostTier:
                 copies.wait()
             for group, kept in enumerate(self._kept):
                 for page_hash in list(kept):
-                    self.forget(group, page_hash)
+                    self._forget(group, page_hash)

@@ -109,8 +109,8 @@ class Group:
     def parts(self, like: Tensor, compute: Callable[[Tensor | None], Tensor]) -> Tensor | PeerParts:
         """The parts of a sum that all ranks compute, in their order.
 
-        `compute` returns this rank's, and writes it to where it is told, if it is told. Either way
-        the parts have the same bits. Shape: [T, N], as `like`
+        `compute` returns this rank's, and writes it to the place that it is given, if there is one.
+        Either way the parts have the same bits. Shape: [T, N], as `like`
         """
         place = None if self._peers is None or self.is_apart else self._peers.place(like)
         if self._peers is None or place is None:

@@ -180,8 +180,8 @@ class Scheduler:
         if scheduled.num_prompt_logits:
             num_left = MAX_PROMPT_LOGITS - plan.num_prompt_logits
             if scheduled.num_prompt_logits > num_left:
-                num_told = max(0, request.num_scored_tokens - request.memory.num_computed_tokens)
-                num_new = num_told + num_left
+                num_scored = max(0, request.num_scored_tokens - request.memory.num_computed_tokens)
+                num_new = num_scored + num_left
                 scheduled = ScheduledRequest(request, num_new)
         # The first token does not wait until the draft has read the prompt: the next step does
         # that, in one pass with the drafts of others.

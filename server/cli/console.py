@@ -40,8 +40,8 @@ def _summary(
     elif info.draft_dtype is None:
         draft = f"{info.proposer}, k = {k}"
     else:
-        is_told = info.proposer in ("draft_model", settings.draft.model)
-        kind = "" if is_told else f"{info.proposer}, "
+        is_named = info.proposer in ("draft_model", settings.draft.model)
+        kind = "" if is_named else f"{info.proposer}, "
         draft = f"{settings.draft.model} ({kind}{info.draft_dtype}), k = {k}"
     loaded = f"{info.load_s:.1f} s"
     if info.device != "cpu":

@@ -60,14 +60,14 @@ def take_format(hf_config: PreTrainedConfig, folder: Path) -> tuple[str, Read] |
 
 def rounds_cache(folder: Path) -> bool:
     """Whether the checkpoint in a model directory says that keys and values are kept in FP8."""
-    told: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     if (folder / "config.json").is_file():
         config = json.loads((folder / "config.json").read_text("utf-8"))
         for of in (config, config.get("text_config") or {}):
-            told += [of[key] for key in _KEYS if of.get(key)]
-    if not told and (folder / _MODELOPT).is_file():
-        told = [_settings_of(folder / _MODELOPT)]
-    for settings in told:
+            found += [of[key] for key in _KEYS if of.get(key)]
+    if not found and (folder / _MODELOPT).is_file():
+        found = [_settings_of(folder / _MODELOPT)]
+    for settings in found:
         scheme = settings.get("kv_cache_scheme") or {}
         if (scheme.get("num_bits"), scheme.get("type"), scheme.get("dynamic", False)) == _FP8_CACHE:
             return True
