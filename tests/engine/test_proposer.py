@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 from distributions import bound, chi_squared, total_variation
-from engines import GREEDY, engine_config, generate, prompts, run, sampling_config, tokens
+from engines import (
+    GREEDY,
+    engine_config,
+    generate,
+    prompts,
+    run,
+    sampling_config,
+    tokens,
+    without_pauses,
+)
 from heads import save_tiny_head
 from target_distribution import joint, sample
 from tiny_models import VOCAB, Quick, Tiny
@@ -144,7 +153,7 @@ def test_the_joint_of_all_sources_in_one_batch_is_the_targets(
 
 def test_a_request_has_the_drafts_of_the_sources_that_it_names(tiny_model: Tiny) -> None:
     target = tiny_model("llama", seed=0)
-    engine = Engine(engine_config(target, target, k=K, proposer=EVERY))
+    engine = without_pauses(Engine(engine_config(target, target, k=K, proposer=EVERY)))
     text = prompts([9], VOCAB)[0]
     truth = generate(target, text, GREEDY.max_tokens)
     named: list[tuple[str, ...]] = [("prediction",), ("suffix",), ("draft_model",), ()]
