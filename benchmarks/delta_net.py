@@ -1,13 +1,12 @@
-"""Time a delta net's two ways through its states, beside the time that their bytes take.
+"""Time a delta net beside the time that the bytes of its states take.
 
     python benchmarks/delta_net.py [--key-heads 16] [--value-heads 48]
 
 Microseconds a layer, medians of CUDA-graph replays. Of each sequence's rows all but the first are
-drafts, behind a pass whose drafts were all accepted. "rows": one by one; a state is read and
-written in each pass. "cells": 16 at once; a state is read in each pass, and written in those that
-complete a cell: "edge". The floor is each state read once, at --tb-per-s. The last lines are
-prompts: one sequence with so many rows, from position 0 on. First the outputs of both ways are
-compared.
+drafts, behind a pass whose drafts were all accepted. A state is read in each pass, and written in
+those that complete a cell of 16 rows: "edge". The floor is each state read once, at --tb-per-s. The
+last lines are prompts: one sequence with so many rows, from position 0 on. First the outputs are
+compared with the reference's.
 """
 
 import argparse
@@ -19,7 +18,14 @@ import torch
 from kernels import DEVICE, time_us
 from outrider.kernels.model import delta_net as module
 from outrider.kernels.model.delta_cells import CELL
-from outrider.kernels.model.delta_net import DeltaHeads, DeltaMemory, DeltaWeights, delta_net
+from outrider.kernels.model.delta_net import (
+    DeltaHeads,
+    DeltaMemory,
+    DeltaWeights,
+    delta_net,
+    delta_net_reference,
+    rows_kept,
+)
 from outrider.kernels.model.rows import BatchRows
 
 TAPS = 4
@@ -40,7 +46,12 @@ def make_rows(num_seqs: int, num_rows: int, position: int) -> BatchRows:
 
 
 def make_pass(
-    heads: DeltaHeads, num_seqs: int, num_rows: int, num_drafts: int, position: int, grid: int
+    heads: DeltaHeads,
+    num_seqs: int,
+    num_rows: int,
+    num_drafts: int,
+    position: int,
+    implementation: Callable[..., torch.Tensor] = delta_net,
 ) -> Callable[[], torch.Tensor]:
     """A pass of `num_rows` rows a sequence, the last `num_drafts` of them drafts."""
     torch.manual_seed(0)
@@ -51,7 +62,7 @@ def make_pass(
         torch.zeros(heads.num_value_heads, device=DEVICE),
     )
     state = num_seqs, heads.num_value_heads, heads.key_dim, heads.value_dim
-    ring = num_seqs, TAPS - 1 + MOST_DRAFTS + grid - 1, heads.row_width
+    ring = num_seqs, rows_kept(TAPS, MOST_DRAFTS), heads.row_width
     memory = DeltaMemory(
         torch.zeros(state, device=DEVICE),
         torch.randn(ring, device=DEVICE).bfloat16(),
@@ -59,11 +70,10 @@ def make_pass(
     )
     num_tokens = torch.full((num_seqs,), position + num_rows - num_drafts, device=DEVICE)
     rows = make_rows(num_seqs, num_rows, position)
-    covered = position - num_drafts if grid == 1 else position // CELL * CELL
 
     def run() -> torch.Tensor:
-        memory.num_rows.fill_(covered)
-        return delta_net(x, heads, weights, memory, rows, num_tokens, grid=grid)
+        memory.num_rows.fill_(position // CELL * CELL)
+        return implementation(x, heads, weights, memory, rows, num_tokens)
 
     return run
 
@@ -73,8 +83,9 @@ def time_pass(*args: object) -> float:
 
 
 def compare(heads: DeltaHeads) -> None:
-    by_rows, by_cells = (make_pass(heads, 2, 300, 0, 0, grid)().float() for grid in (1, CELL))
-    error = (by_cells - by_rows).norm() / by_rows.norm()
+    both = delta_net, delta_net_reference
+    ours, expected = (make_pass(heads, 2, 300, 0, 0, each)().float() for each in both)
+    error = (ours - expected).norm() / expected.norm()
     print(f"relative difference of 300 rows: {error:.1e} (rounding to bfloat16: about 2e-03)")
 
 
@@ -94,18 +105,17 @@ def main() -> None:
     heads = DeltaHeads(args.key_heads, args.value_heads, args.dim, args.dim)
     compare(heads)
     columns = "".join(f"{f'cells {each}':>14}{'edge':>8}" for each in args.cells)
-    print(f"{'sequences':>9}{'rows':>6}{'floor':>8}{'rows':>9}{columns}")
+    print(f"{'sequences':>9}{'rows':>6}{'floor':>8}{columns}")
     passes = [(batch, rows, rows - 1) for batch in BATCHES for rows in ROWS]
     for num_seqs, num_rows, num_drafts in [*passes, *((1, rows, 0) for rows in PROMPTS)]:
         is_prompt = num_rows in PROMPTS
         num_bytes = 4 * num_seqs * heads.num_value_heads * heads.key_dim * heads.value_dim
         line = f"{num_seqs:9d}{num_rows:6d}{num_bytes / args.tb_per_s / 1e6:8.1f}"
         timed = partial(time_pass, heads, num_seqs, num_rows, num_drafts)
-        line += f"{timed(0 if is_prompt else INSIDE, 1):9.1f}"
         for each in args.cells:
             module._CELL_COLUMNS, module._STAGES = map(int, each.split("x"))
-            line += f"{timed(0 if is_prompt else INSIDE, CELL):14.1f}"
-            line += f"{'':8}" if is_prompt else f"{timed(AT_EDGE, CELL):8.1f}"
+            line += f"{timed(0 if is_prompt else INSIDE):14.1f}"
+            line += f"{'':8}" if is_prompt else f"{timed(AT_EDGE):8.1f}"
         print(line, flush=True)
 
 

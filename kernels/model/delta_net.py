@@ -24,15 +24,10 @@ from torch import Tensor
 from .._dispatch import INTERPRET, uses_triton
 from ..triton_or_none import tl, triton
 from .delta_cells import CELL, cell_by_cell_kernel, cells_kernel
-from .delta_rows import prepare_kernel, remember_kernel, row_by_row_kernel
+from .delta_rows import prepare_kernel, remember_kernel
 from .rows import BatchRows
 
-# S is kept behind multiples of so many rows. CELL: rows pass through it a cell at once; 1: each by
-# itself.
-GRID = CELL
-
 _EPS = 1e-6  # of the norms of q and k
-_BLOCK_V = 16  # columns of S in a program, which is one warp: its sums over S pass no barrier
 _CELL_COLUMNS = 16  # of S in a program that goes cell by cell, a warp for every 16
 _STAGES = 2  # cells whose rows are on their way
 _HEADS = 4  # convolved by a program
@@ -80,11 +75,11 @@ class DeltaMemory(NamedTuple):
     num_rows: Tensor  # [num_slots] int64, how many of the sequence's rows the state covers
 
 
-def rows_kept(num_taps: int, max_drafts: int, grid: int = GRID) -> int:
+def rows_kept(num_taps: int, max_drafts: int) -> int:
     """The size of the ring: rows that the state does not cover, known or of drafts, and those
     before them that the convolution of the first reads.
     """
-    return max(1, num_taps - 1 + max_drafts + grid - 1)
+    return max(1, num_taps - 1 + max_drafts + CELL - 1)
 
 
 def delta_net(
@@ -94,7 +89,6 @@ def delta_net(
     memory: DeltaMemory,
     rows: BatchRows,
     num_tokens: Tensor,
-    grid: int = GRID,
 ) -> Tensor:
     """Pass the rows of a batch through their sequences' memory. Rows at the position `num_tokens`
     of their slot, or beyond, are of drafts; no more of them than the ring has room for.
@@ -152,27 +146,11 @@ def delta_net(
         ROWS=_ROWS,
         EXTRA=extra,
     )
-    if grid == 1:
-        block_v = min(_BLOCK_V, triton.next_power_of_2(heads.value_dim))
-        row_by_row_kernel[(triton.cdiv(heads.value_dim, block_v), heads.num_value_heads, num_seqs)](
-            out,
-            convolved,
-            factors,
-            memory.state,
-            memory.state.stride(0),
-            *sequences,
-            num_tokens,
-            **sizes,
-            BLOCK_K=triton.next_power_of_2(heads.key_dim),
-            BLOCK_V=block_v,
-            num_warps=1,
-        )
-    else:
-        _cell_by_cell(out, convolved, factors, memory, sequences, num_tokens, sizes, most_before)
+    _cell_by_cell(out, convolved, factors, memory, sequences, num_tokens, sizes, most_before)
     # After all programs above have read the ring and the number of rows.
     remember_kernel[(num_seqs, triton.cdiv(heads.row_width, _CHANNELS))](
         x, x.stride(0), memory.ring, memory.ring.stride(0), *sequences, num_tokens, RING=ring_size,
-        WIDTH=heads.row_width, BLOCK=_CHANNELS, GRID=grid,
+        WIDTH=heads.row_width, BLOCK=_CHANNELS, CELL=CELL,
     )  # fmt: skip
     return out
 

@@ -1,6 +1,6 @@
-"""The rows of delta nets before and after their way through the states, and this way row by row.
+"""The rows of delta nets before and after their way through the states, which is `delta_cells.py`.
 
-See `delta_net.py` for the formulas, and `delta_cells.py` for the way of 16 rows at once.
+See `delta_net.py` for the formulas.
 """
 
 from ..triton_or_none import tl, triton
@@ -148,93 +148,6 @@ def prepare_kernel(
 
 
 @triton.jit
-def _row_of_head(
-    convolved_ptr, factors_ptr, key_head, head, i, j, is_there, KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-):  # fmt: skip
-    """q, k, v, decay and b of a head in a row, v for some columns."""
-    NUM_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    at, is_key = convolved_ptr + key_head * KEY_DIM + i, (i < KEY_DIM) & is_there
-    q = tl.load(at, mask=is_key, other=0.0).to(tl.float32)
-    k = tl.load(at + NUM_KEYS, mask=is_key, other=0.0).to(tl.float32)
-    at = convolved_ptr + 2 * NUM_KEYS + head * VALUE_DIM + j
-    v = tl.load(at, mask=(j < VALUE_DIM) & is_there, other=0.0).to(tl.float32)
-    q *= tl.load(factors_ptr + key_head, mask=is_there, other=0.0)
-    k *= tl.load(factors_ptr + KEY_HEADS + key_head, mask=is_there, other=0.0)
-    at = factors_ptr + 2 * KEY_HEADS + head
-    decay = tl.exp(tl.load(at, mask=is_there, other=0.0))
-    return q, k, v, decay, tl.load(at + VALUE_HEADS, mask=is_there, other=0.0)
-
-
-@triton.jit
-def row_by_row_kernel(
-    out_ptr,  # [T, VALUE_HEADS, VALUE_DIM]
-    convolved_ptr,  # [T + num_seqs * RING, channels]
-    factors_ptr,  # [T + num_seqs * RING, 2 * (KEY_HEADS + VALUE_HEADS)]
-    state_ptr,  # [num_slots, VALUE_HEADS, KEY_DIM, VALUE_DIM]
-    state_stride,
-    slots_ptr,  # [num_seqs]
-    seq_lens_ptr,  # [num_seqs]
-    bounds_ptr,  # [num_seqs + 1]
-    num_rows_ptr,  # [num_slots]
-    num_rows_stride,
-    num_tokens_ptr,  # [num_slots]
-    RING: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Each program: BLOCK_V columns of a head's state, through all rows of one sequence."""
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    FACTORS: tl.constexpr = 2 * (KEY_HEADS + VALUE_HEADS)
-    head, seq = tl.program_id(1), tl.program_id(2)
-    begin, slot, first, start, seq_len = rows_of(
-        seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride
-    )
-    if start < seq_len:
-        i, j = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-        num_known = tl.load(num_tokens_ptr + slot)
-        key_head = head // (VALUE_HEADS // KEY_HEADS)
-        state_at = state_ptr + slot * state_stride + head * KEY_DIM * VALUE_DIM
-        state_at += i[:, None] * VALUE_DIM + j[None, :]
-        mask = (i < KEY_DIM)[:, None] & (j < VALUE_DIM)[None, :]
-        row = begin + seq * RING
-        convolved_at, factors_at = convolved_ptr + row * CHANNELS, factors_ptr + row * FACTORS
-        out_at = out_ptr + (begin * VALUE_HEADS + head) * VALUE_DIM + j
-        q, k, v, decay, b = _row_of_head(
-            convolved_at, factors_at, key_head, head, i, j, True, KEY_HEADS, VALUE_HEADS, KEY_DIM,
-            VALUE_DIM,
-        )  # fmt: skip
-        s = tl.load(state_at, mask=mask & (first > 0), other=0.0)
-        # One loop for all rows: in two, the compiler might round them in two ways.
-        for position in range(start, seq_len):
-            convolved_at += CHANNELS
-            factors_at += FACTORS
-            # The next row is on its way while this one is computed.
-            next_q, next_k, next_v, next_decay, next_b = _row_of_head(
-                convolved_at, factors_at, key_head, head, i, j, position + 1 < seq_len, KEY_HEADS,
-                VALUE_HEADS, KEY_DIM, VALUE_DIM,
-            )  # fmt: skip
-            s *= decay
-            error = b * (v - tl.sum(s * k[:, None], 0))
-            k_all, error_all = (
-                tl.broadcast_to(k[:, None], s.shape),
-                tl.broadcast_to(error[None, :], s.shape),
-            )
-            s = tl.fma(k_all, error_all, s)
-            y = tl.sum(s * q[:, None], 0)
-            at = out_at + (position - first) * VALUE_HEADS * VALUE_DIM
-            is_written = (j < VALUE_DIM) & (position >= first)
-            tl.store(at, y.to(out_ptr.dtype.element_ty), mask=is_written)
-            is_last_kept = (position == seq_len - 1) | (position == num_known - 1)
-            tl.store(state_at, s, mask=mask & is_last_kept & (position < num_known))
-            q, k, v, decay, b = next_q, next_k, next_v, next_decay, next_b
-
-
-@triton.jit
 def remember_kernel(
     x_ptr,  # [T, WIDTH]
     x_stride,
@@ -249,7 +162,7 @@ def remember_kernel(
     RING: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    GRID: tl.constexpr,
+    CELL: tl.constexpr,
 ):
     """Each program: BLOCK numbers of the last rows of one sequence."""
     seq, part = tl.program_id(0), tl.program_id(1)
@@ -267,5 +180,5 @@ def remember_kernel(
         if part == 0:
             num_known = tl.minimum(seq_len, tl.load(num_tokens_ptr + slot))
             tl.store(
-                num_rows_ptr + slot * num_rows_stride, tl.maximum(start, num_known // GRID * GRID)
+                num_rows_ptr + slot * num_rows_stride, tl.maximum(start, num_known // CELL * CELL)
             )
