@@ -36,16 +36,11 @@ def take_format(hf_config: PreTrainedConfig, folder: Path) -> tuple[str, Read] |
     Removes the format from the configuration, which is then that of the plain model. Raises
     UnsupportedModelError naming the format, or its option, that is not served.
     """
-    found = None
     for config in (hf_config, hf_config.get_text_config()):
         for key in _KEYS:
-            settings = getattr(config, key, None)
             if hasattr(config, key):
                 delattr(config, key)
-            if settings and found is None:
-                found = key, settings if isinstance(settings, dict) else settings.to_dict()
-    if found is None and (folder / _MODELOPT).is_file():
-        found = "modelopt", _settings_of(folder / _MODELOPT)
+    found = _settings_in(folder)
     if found is None:
         return None
     key, settings = found
@@ -60,20 +55,23 @@ def take_format(hf_config: PreTrainedConfig, folder: Path) -> tuple[str, Read] |
 
 def rounds_cache(folder: Path) -> bool:
     """Whether the checkpoint in a model directory says that keys and values are kept in FP8."""
-    found: list[dict[str, Any]] = []
+    _, settings = _settings_in(folder) or ("", {})
+    scheme = settings.get("kv_cache_scheme") or {}
+    kept = scheme.get("num_bits"), scheme.get("type"), scheme.get("dynamic", False)
+    return kept == _FP8_CACHE or settings.get("kv_cache_quant_algo") == "FP8"
+
+
+def _settings_in(folder: Path) -> tuple[str, dict[str, Any]] | None:
+    """A checkpoint's settings of its format, and under which name it has them."""
     if (folder / "config.json").is_file():
         config = json.loads((folder / "config.json").read_text("utf-8"))
         for of in (config, config.get("text_config") or {}):
-            found += [of[key] for key in _KEYS if of.get(key)]
-    if not found and (folder / _MODELOPT).is_file():
-        found = [_settings_of(folder / _MODELOPT)]
-    for settings in found:
-        scheme = settings.get("kv_cache_scheme") or {}
-        if (scheme.get("num_bits"), scheme.get("type"), scheme.get("dynamic", False)) == _FP8_CACHE:
-            return True
-        if settings.get("kv_cache_quant_algo") == "FP8":
-            return True
-    return False
+            for key in _KEYS:
+                if of.get(key):
+                    return key, of[key]
+    if (folder / _MODELOPT).is_file():
+        return "modelopt", _settings_of(folder / _MODELOPT)
+    return None
 
 
 def _settings_of(path: Path) -> dict[str, Any]:
