@@ -39,19 +39,27 @@ from .translation import renamed_fields
 NS = 1_000_000_000
 
 
-async def create_chat(service: Service, body: OllamaChatRequest, http: Request) -> Answer:
+async def create_chat(
+    service: Service, body: OllamaChatRequest, http: Request
+) -> Answer | JSONResponse:
     """The answer to a conversation; raises APIError."""
     await _check(service, body, http)
+    if body.only_loads:
+        return _loaded(service, message={"role": "assistant", "content": ""})
     with renamed_fields(FIELDS):
         chat = await off_loop(json_bytes(http), _translated, body.as_chat)
         samples = await prepare_turn(service, chat, http)
     return _OllamaAnswer(service, chat, samples, is_chat=True)
 
 
-async def create_generation(service: Service, body: OllamaGenerateRequest, http: Request) -> Answer:
+async def create_generation(
+    service: Service, body: OllamaGenerateRequest, http: Request
+) -> Answer | JSONResponse:
     """The answer to a prompt in the model's chat template or, if `raw` or with a suffix, its
     continuation; raises APIError."""
     await _check(service, body, http)
+    if body.only_loads:
+        return _loaded(service, response="")
     is_raw = body.raw or body.suffix or service.tokenizer.chat_template is None
     with renamed_fields(FIELDS):
         asked: ChoiceFields
@@ -69,6 +77,12 @@ async def _check(service: Service, body: Any, http: Request) -> None:
     if body.asked_model:
         service.check_model(body.asked_model)
     await service.check_fields(body.model_copy(update={"model": None}), http)
+
+
+def _loaded(service: Service, **empty: Any) -> JSONResponse:
+    """To a request that only asks that the model is in memory, which it always is."""
+    line = {"model": service.model_name, "created_at": _now()} | empty
+    return JSONResponse(line | {"done": True, "done_reason": "load"})
 
 
 def _translated(translate: Any) -> Any:
@@ -178,12 +192,12 @@ def add_ollama_routes(router: APIRouter, service: Service) -> None:
     started = _now()
 
     @router.post("/chat", response_model=None)
-    async def chat(body: OllamaChatRequest, request: Request) -> Answer:
+    async def chat(body: OllamaChatRequest, request: Request) -> Answer | Response:
         """Answer a conversation as Ollama's API does; as lines of JSON, or as a whole."""
         return await create_chat(service, body, request)
 
     @router.post("/generate", response_model=None)
-    async def generate(body: OllamaGenerateRequest, request: Request) -> Answer:
+    async def generate(body: OllamaGenerateRequest, request: Request) -> Answer | Response:
         """Answer a prompt as Ollama's API does; as lines of JSON, or as a whole."""
         return await create_generation(service, body, request)
 

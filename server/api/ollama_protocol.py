@@ -67,8 +67,12 @@ class _Request(Body):
 
 
 class OllamaChatRequest(_Request):
-    messages: Annotated[list[dict[str, Any]], FailFast(), Field(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], FailFast()] = Field(default_factory=list)
     tools: Annotated[list[Any], FailFast()] = Field(default_factory=list, max_length=MAX_TOOLS)
+
+    @property
+    def only_loads(self) -> bool:
+        return not self.messages
 
     def as_chat(self) -> ChatCompletionRequest:
         """Raises ValidationError, which names fields as chats do."""
@@ -81,6 +85,10 @@ class OllamaGenerateRequest(_Request):
     system: str = ""
     suffix: str = ""
     raw: bool = False
+
+    @property
+    def only_loads(self) -> bool:
+        return not (self.prompt or self.suffix)
 
     def as_chat(self) -> ChatCompletionRequest:
         system = [{"role": "system", "content": self.system}] if self.system else []

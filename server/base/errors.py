@@ -273,17 +273,29 @@ def _from_validation(problems: Sequence[Mapping[str, Any]]) -> APIError:
 
 def _describe(problem: Mapping[str, Any]) -> tuple[str, str]:
     """What is wrong, and what was given."""
-    message = cut(problem["msg"].removeprefix("Value error, "), MAX_REASON_CHARS)
+    message = _in_words(problem) or problem["msg"].removeprefix("Value error, ")
+    message = cut(message, MAX_REASON_CHARS)
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _path(problem))
     if problem["type"] == "dict_type":
         message = "expected an object"
     elif not path and problem["type"] == "missing":
         message = "The body is empty; expected an object."
-    where = f"{cut(path.removeprefix('.'))}: " if path else ""
+    colon = "" if message.startswith("must ") else ":"
+    where = f"{cut(path.removeprefix('.'))}{colon} " if path else ""
     given = problem.get("input")
     shown = isinstance(given, str | int | float) and problem["type"] != "missing"
     quoted = f" ({problem['type']}; given: {cut(repr(given))})" if shown else ""
     return f"{where}{message}", quoted
+
+
+def _in_words(problem: Mapping[str, Any]) -> str | None:
+    """What is wrong with the length of a field; None for other problems."""
+    match problem:
+        case {"type": "too_short" | "string_too_short", "ctx": {"min_length": 1}}:
+            return "must not be empty"
+        case {"type": "too_long", "ctx": {"max_length": most, "actual_length": given}}:
+            return f"must have at most {most} items, not {given}"
+    return None
 
 
 def _path(problem: Mapping[str, Any]) -> list[int | str]:

@@ -381,7 +381,7 @@ def test_arguments_that_are_no_json_reach_the_template_as_text(arguments: str) -
     ("fields", "param", "words"),
     [
         ({"messages": None}, "messages", "messages: Field required"),
-        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": []}, "messages", "must not be empty"),
         ({"messages": "Hi"}, "messages", "list"),
         ({"messages": ["Hi"]}, "messages", "messages[0]"),
         ({"messages": [*HI, {"content": "Hi"}]}, "messages", "messages[1].role: Field required"),

@@ -21,9 +21,32 @@ from outrider.engine.api import (
     QueueFullError,
 )
 from outrider.engine.processes.client import EngineUnavailableError
+from outrider.server.base.fields import MAX_LOGPROBS
 
 Serve = Callable[..., Served]
 OK = {"prompt": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/v1/completions", {"prompt": []}, "prompt must not be empty"),
+        ("/v1/completions", {"prompt": "Hi", "stop": [""]}, "stop[0] must not be empty"),
+        ("/v1/chat/completions", {"messages": []}, "messages must not be empty"),
+        ("/v1/messages", {"max_tokens": 1, "messages": []}, "messages must not be empty"),
+        (
+            "/v1/completions",
+            {"prompt": "Hi", "logprob_token_ids": [1] * (MAX_LOGPROBS + 1)},
+            f"logprob_token_ids must have at most {MAX_LOGPROBS} items, not {MAX_LOGPROBS + 1}",
+        ),
+    ],
+)
+def test_a_wrong_length_is_refused_in_plain_words(
+    serve: Serve, path: str, fields: dict[str, Any], message: str
+) -> None:
+    reply = post(serve().app, fields, path=path)
+    assert reply.status == 400
+    assert reply.json()["error"]["message"].startswith(message)
 
 
 def failing_after_two(request: NewRequest) -> list[Any]:

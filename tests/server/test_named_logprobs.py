@@ -55,7 +55,7 @@ def test_a_completion_lists_them_beside_the_token(served: Served) -> None:
     ("fields", "words"),
     [
         ({"logprobs": None}, "needs logprobs"),
-        ({"logprob_token_ids": []}, "at least 1"),
+        ({"logprob_token_ids": []}, "must not be empty"),
         ({"logprob_token_ids": [100_000]}, "out of vocabulary"),
         ({"logprob_token_ids": [-1]}, "greater than or equal to 0"),
         ({"logprob_token_ids": [70] * 21}, "server.max_logprobs"),

@@ -143,7 +143,7 @@ def test_a_prompt_gets_the_chat_template_unless_raw(serve: Serve, tokenizer: Tok
         ({"options": {"mirostat": 2}}, "mirostat"),
         ({"options": {"temperature": -1}}, "temperature"),
         ({"messages": [{"role": "user", "content": "Hi", "images": ["aGk="]}]}, "images"),
-        ({"messages": []}, "messages"),
+        ({"messages": {}}, "messages"),
         ({"model": "other"}, "'other' does not exist"),
         ({"format": 3}, "format"),
     ],
@@ -155,6 +155,31 @@ def test_a_bad_request_gets_an_error_as_ollama_writes_it(
     assert reply.status in (400, 404)
     assert list(reply.json()) == ["error"]
     assert reason in reply.json()["error"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("ask", "fields", "said"),
+    [
+        (chat, {"messages": []}, {"message": {"role": "assistant", "content": ""}}),
+        (generate, {"prompt": ""}, {"response": ""}),
+        (generate, {"prompt": "", "raw": True, "keep_alive": 0}, {"response": ""}),
+    ],
+)
+def test_a_request_without_a_prompt_loads_the_model_which_is_there(
+    serve: Serve,
+    ask: Callable[..., Reply],
+    fields: dict[str, Any],
+    said: dict[str, Any],
+    stream: bool,
+) -> None:
+    served = serve()
+    answer = ask(served, stream=stream, **fields).json()
+    created_at = answer.pop("created_at")
+    assert created_at.endswith("Z")
+    assert answer == said | {"model": "test-model", "done": True, "done_reason": "load"}
+    assert not served.client.submitted
+    assert ask(served, model="other", **fields).status == 404
 
 
 def test_an_error_in_a_stream_is_its_last_line(serve: Serve, tokenizer: Tokenizer) -> None:

@@ -368,7 +368,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly"),
-    ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs", "must not be empty"),
     ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs", "look-around"),
     ({"structured_outputs": {"regex": r"(a)\1"}}, "structured_outputs", "backreferences"),
     ({"structured_outputs": {"regex": "["}}, "structured_outputs", "unclosed"),
