@@ -26,7 +26,7 @@ from outrider.kernels.model.rms_norm import Norm
 from .admission import UnsupportedModelError
 from .narrow_weight import Narrow, Scaled, Stacked, check_fp8
 from .opened_files import open_files
-from .shares import WHOLE, Cut, Share
+from .shares import WHOLE, Cut, Section, Share
 from .weight_files import name_in_text
 from .weights import Axis, Dense, Linear, Matrix, RoundedInputs
 
@@ -37,7 +37,7 @@ ReportCounts = Callable[[int, int], None]  # is called with (tensors read, tenso
 # UnsupportedModelError.
 Read = Callable[["Checkpoint", str], NarrowMatrix | None]
 # Outputs of a layer, or of each of the layers that the file has as one.
-Outputs = int | tuple[int, ...]
+Outputs = int | tuple[Section, ...]
 
 EMBEDDING, OUTPUT_LAYER = "model.embed_tokens", "lm_head"
 # One of the tensors that describe the layer of one expert, which may lie in one of all experts'.
@@ -159,7 +159,7 @@ class AnyCheckpoint(ABC):
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape, and
         UnsupportedModelError if a layer is in a format that is not served.
         """
-        totals = {name: sum(_sections(size)) for name, size in sizes.items()}
+        totals = {name: num_outputs(size) for name, size in sizes.items()}
         weight = self.weight(num_inputs, sizes, axis)
         self._lend(weight, totals)
         biases = [f"{name}.bias" for name in sizes]
@@ -312,7 +312,7 @@ class Checkpoint(AnyCheckpoint):
     ) -> Matrix:
         names = [f"{layer}.weight" for layer in sizes]
         cuts = [Cut(axis, _sections(size) if axis == "outputs" else ()) for size in sizes.values()]
-        shapes = [(sum(_sections(size)), num_inputs) for size in sizes.values()]
+        shapes = [(num_outputs(size), num_inputs) for size in sizes.values()]
         for name, shape, cut in zip(names, shapes, cuts, strict=True):
             if name in self and self.view(name).dtype != torch.uint8:  # two numbers a byte
                 check_shape(name, self.view(name).shape, self.share.whole(shape, cut))
@@ -376,8 +376,13 @@ class Checkpoint(AnyCheckpoint):
             self._warned = True
 
 
-def _sections(size: Outputs) -> tuple[int, ...]:
-    return (size,) if isinstance(size, int) else size
+def _sections(size: Outputs) -> tuple[Section, ...]:
+    return (Section(size),) if isinstance(size, int) else size
+
+
+def num_outputs(size: Outputs) -> int:
+    """In a rank's share."""
+    return sum(section.size for section in _sections(size))
 
 
 def _renamed(name: str, parts: Mapping[str, str]) -> str:

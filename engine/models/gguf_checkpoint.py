@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
-from .checkpoint import EMBEDDING, AnyCheckpoint, Outputs, ReportCounts, check_shape
+from .checkpoint import EMBEDDING, AnyCheckpoint, Outputs, ReportCounts, check_shape, num_outputs
 from .gguf_architectures import architecture_of
 from .gguf_file import FILE_NAME, GgufFile
 from .narrow_weight import Stacked
@@ -123,8 +123,7 @@ class GgufCheckpoint(AnyCheckpoint):
     ) -> Matrix:
         names = [f"{name}.weight" for name in sizes]
         for name, size in zip(names, sizes.values(), strict=True):
-            num_out = size if isinstance(size, int) else sum(size)
-            check_shape(name, self._shape_of(name), (num_out, num_inputs))
+            check_shape(name, self._shape_of(name), (num_outputs(size), num_inputs))
         if not self._keeps_width or num_inputs % BLOCK:
             return Dense(self.stacked(*names))
         parts = [(self._layout_of(name), self._read(name)) for name in names]

@@ -177,8 +177,8 @@ class _Loader:
         folder, rounds = Path(self.config.path), self.config.quantization is not None
         try:
             family = FAMILIES[self.hf_config.model_type]
-            hf_config = family.share_of(self.hf_config, self.share.size)
-            original = Original(hf_config, self.dtype, self.device)
+            of_share = family.share_of(self.hf_config, self.share.size)
+            original = Original(of_share, self.dtype, self.device)
             checkpoint: AnyCheckpoint
             if transformers_arguments(folder):
                 if rounds:
@@ -199,7 +199,7 @@ class _Loader:
                     share=self.share,
                     renamed=family.renamed,
                 )
-            decoder = build(hf_config, checkpoint)
+            decoder = build(self.hf_config, checkpoint)
             if quantised and isinstance(checkpoint, Checkpoint) and not checkpoint.has_quantised:
                 return None, "none of its layers is kept in that way"
             original.fill(checkpoint)

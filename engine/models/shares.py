@@ -16,13 +16,18 @@ from .weights import Axis
 _DIMS: dict[Axis, int] = {"outputs": 0, "inputs": 1}
 
 
+class Section(NamedTuple):
+    """One of the things that lie one after the other along an axis, such as q, k and v."""
+
+    size: int  # in a rank's share
+    copies: int = 1  # how many ranks, one after the other, have the same range of it
+
+
 class Cut(NamedTuple):
     """How a tensor is shared: matrices [.., N, K] or, along `outputs`, vectors [N]."""
 
     axis: Axis | None
-    # Sizes, in a rank's share, of what lies one after the other along the axis, such as q, k and v:
-    # a rank has its range of each. Empty: it is one.
-    sections: tuple[int, ...] = ()
+    sections: tuple[Section, ...] = ()  # a rank has its range of each. Empty: it is one
     lead: int = 0  # dimensions in front, such as that of experts
 
 
@@ -62,12 +67,12 @@ class Share(NamedTuple):
         assert stacked is not None
         return stacked
 
-    def _ranges(self, num: int, sections: tuple[int, ...]) -> list[tuple[int, int]]:
+    def _ranges(self, num: int, sections: tuple[Section, ...]) -> list[tuple[int, int]]:
         """(first, count) of each section, of `num` rows or columns in all."""
         begin, found = 0, []
-        for count in sections or (num // self.size,):
-            found.append((begin + self.rank * count, count))
-            begin += count * self.size
+        for count, copies in sections or (Section(num // self.size),):
+            found.append((begin + self.rank // copies * count, count))
+            begin += count * self.size // copies
         return found
 
     def whole(self, shape: tuple[int, ...], cut: Cut | None) -> tuple[int, ...]:
@@ -75,7 +80,9 @@ class Share(NamedTuple):
         if cut is None or cut.axis is None:
             return shape
         dim = cut.lead + _DIMS[cut.axis]
-        return (*shape[:dim], shape[dim] * self.size, *shape[dim + 1 :])
+        sections = cut.sections or (Section(shape[dim]),)
+        num = sum(section.size * self.size // section.copies for section in sections)
+        return (*shape[:dim], num, *shape[dim + 1 :])
 
 
 WHOLE = Share()

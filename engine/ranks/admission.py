@@ -1,9 +1,7 @@
 """Which targets ranks can share, and on which devices; refused before a process is started."""
 
-import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -68,18 +66,12 @@ def _why_not_shared(target: ModelConfig) -> str | None:
     take_format(config, Path(target.path))  # the configuration is then that of the plain model
     if reason := why_unknown(config):
         return f"the target runs as transformers has it ({reason}): {alone}"
-    per_rank = FAMILIES[config.model_type].per_rank
-    if not per_rank:
+    family = FAMILIES[config.model_type]
+    if not family.per_rank:
         return f"layers of {config.model_type} are not shared yet: {alone}"
-    return _why_not_divided(target.tensor_parallel, config, sorted(per_rank))
-
-
-def _why_not_divided(size: int, config: Any, names: list[str]) -> str | None:
-    counts = {name: getattr(config, name, None) for name in names}
-    given = {name: count for name, count in counts.items() if count is not None}
-    undivided = [f"{name} {count}" for name, count in given.items() if count % size]
-    if not undivided:
+    cut = family.cut_by(config, target.tensor_parallel)
+    if not cut:
         return None
-    common = math.gcd(*given.values())
-    choices = [str(n) for n in range(1, common + 1) if common % n == 0]
-    return f"it does not divide {', '.join(undivided)}: set it to {' or '.join(choices)}"
+    numbers = range(1, config.num_attention_heads + 1)
+    choices = [str(n) for n in numbers if not family.cut_by(config, n)]
+    return f"it does not divide {', '.join(cut)}: set it to {' or '.join(choices)}"

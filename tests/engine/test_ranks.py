@@ -139,13 +139,21 @@ def test_pages_of_all_ranks_go_to_host_memory_and_come_back(
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("proposer", ["draft_model", "head"])
+@pytest.mark.parametrize(("proposer", "num_kv_heads"), [("draft_model", 1), ("head", 2)])
 def test_the_joint_of_two_ranks_is_the_targets(
-    proposer: str, tiny_model: Tiny, tmp_path: Path, start: Callable[[EngineConfig], Engine]
+    proposer: str,
+    num_kv_heads: int,
+    tiny_model: Tiny,
+    tmp_path: Path,
+    start: Callable[[EngineConfig], Engine],
 ) -> None:
-    """A head reads hidden states, which are whole on the first rank."""
+    """A head reads hidden states, which are whole on the first rank. Of one KV head both have a
+    copy.
+    """
     sizes = {"vocab_size": 4, "scale": 0.15}
-    target = tiny_model("llama", seed=3, num_hidden_layers=2, **sizes)
+    target = tiny_model(
+        "llama", seed=3, num_hidden_layers=2, num_key_value_heads=num_kv_heads, **sizes
+    )
     drafter = tiny_model("llama", seed=4, num_hidden_layers=1, **sizes)
     if proposer == "head":
         drafter = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), scale=0.2)
@@ -239,7 +247,8 @@ def test_shares_of_two_ranks_make_the_whole(tiny_model: Tiny) -> None:
 @pytest.mark.parametrize(
     ("size", "architecture", "reason"),
     [
-        (3, "llama", r"does not divide .*num_key_value_heads 2: set it to 1 or 2$"),
+        (3, "llama", r"does not divide .*num_key_value_heads 2: set it to 1 or 2 or 4$"),
+        (4, "gpt_oss", r"does not divide intermediate_size 64 in groups of 32: set it to 1 or 2$"),
         (2, "gemma2", "runs as transformers has it .*: leave it out, or run a replica on each GPU"),
         (0, "llama", "target.tensor_parallel is 0; it is at least 1"),
     ],

@@ -35,6 +35,9 @@ _ROPE = {
 }  # fmt: skip
 
 
+_KV_HEADS = "num_key_value_heads"  # of which ranks may have copies
+
+
 class Family(ABC):
     """Models of one structure: the fields of their config, and the parts of their layers.
 
@@ -61,13 +64,14 @@ class Family(ABC):
     renamed: ClassVar[dict[str, str]] = {}
 
     def __init__(self, tensors: AnyCheckpoint, config: Any) -> None:
-        """`config` is transformers', for which `why_unknown` returns None; that of the share which
-        `tensors` reads.
-        """
-        self.tensors, self._given = tensors, config
-        declared = {**self.fixed, **_declared(config)}
+        """`config` is transformers', for which `why_unknown` returns None."""
+        size = tensors.share.size
+        self.tensors, self._given = tensors, self.share_of(config, size)
+        declared = {**self.fixed, **_declared(self._given)}
+        # Of the share that `tensors` reads.
         self.config = SimpleNamespace(**{name: declared.get(name) for name in self.fields})
         self.config.head_dim = _head_dim(config)
+        self.kv_copies = max(1, size // config.num_key_value_heads)
 
     @classmethod
     def share_of(cls, config: PreTrainedConfig, size: int) -> PreTrainedConfig:
@@ -77,9 +81,24 @@ class Family(ABC):
         head_dim = _head_dim(config)
         config = copy.deepcopy(config)
         config.head_dim = head_dim
-        for name in cls.per_rank & _declared(config).keys():
-            setattr(config, name, getattr(config, name) // size)
+        for name, count in cls._counts(config).items():
+            setattr(config, name, max(1, count // size))
         return config
+
+    @classmethod
+    def cut_by(cls, config: PreTrainedConfig, size: int) -> list[str]:
+        """What so many ranks could not share, each with its number."""
+        return [
+            f"{name} {count}"
+            for name, count in cls._counts(config).items()
+            if count % size and not (name == _KV_HEADS and size % count == 0)
+        ]
+
+    @classmethod
+    def _counts(cls, config: PreTrainedConfig) -> dict[str, int]:
+        """What ranks share, by its field."""
+        counts = ((name, getattr(config, name)) for name in cls.per_rank & _declared(config).keys())
+        return {name: count for name, count in sorted(counts) if count}
 
     @classmethod
     def why_unknown(cls, config: PreTrainedConfig) -> str | None:

@@ -31,13 +31,15 @@ class GptOss(Windowed):
     }  # fmt: skip
 
     @classmethod
+    def cut_by(cls, config: Any, size: int) -> list[str]:
+        cut, inner = super().cut_by(config, size), config.intermediate_size
+        if inner % (GROUP * size):  # numbers of a group share a scale
+            cut.append(f"intermediate_size {inner} in groups of {GROUP}")
+        return cut
+
+    @classmethod
     def share_of(cls, config: Any, size: int) -> Any:
         """Experts are as wide as kernels take them: a rank's range is filled up with zeros."""
-        if size > 1 and config.intermediate_size % (GROUP * size):
-            raise UnsupportedModelError(
-                f"{size} ranks would cut groups of {GROUP} of its {config.intermediate_size} inner "
-                "numbers, which share a scale"
-            )
         share = super().share_of(config, size)
         if size > 1:
             share.intermediate_size += -share.intermediate_size % (2 * GROUP)

@@ -45,6 +45,7 @@ class Llama(Family):
             width=config.hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
+            kv_copies=self.kv_copies,
             head_dim=config.head_dim,
             **{"window": window_of(config, layer)} | options,
         )

@@ -12,7 +12,7 @@ from outrider.kernels.model.row_codes import Normed
 
 from ..attention import ForwardBatch, PagedAttention, Rope
 from ..checkpoint import AnyCheckpoint, Outputs
-from ..shares import Cut, Ranks
+from ..shares import Cut, Ranks, Section
 from ..weights import Linear
 from .base import Compiled, Part
 
@@ -36,6 +36,7 @@ class Attention(Part):
     head_norms: tuple[Norm, Norm] | None = None  # of each query and key head
     wide_norms: tuple[Norm, Norm] | None = None  # of all query and all key heads together
     ranks: Ranks | None = None  # that have the other heads
+    kv_copies: int = 1  # how many of them, one after the other, have the same KV heads
     gated: bool = False
 
     def __post_init__(self) -> None:
@@ -53,6 +54,7 @@ class Attention(Part):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        kv_copies: int = 1,
         window: int | None = None,
         causal: bool = True,
         input_width: int | None = None,
@@ -65,24 +67,25 @@ class Attention(Part):
     ) -> "Attention":
         """With those norms of heads, biases, sinks and scales of KV that the checkpoint has.
 
-        It reads `input_width` numbers, if these are not the residual stream's `width`. `fused`: the
+        So many ranks, one after the other, have the same KV heads as `kv_copies` says. It reads
+        `input_width` numbers, if these are not the residual stream's `width`. `fused`: the
         checkpoint has q, k and v as one layer; `wide`: a norm spans all heads; `scale`: of scores.
         `eps` is that of norms of heads, which add one as in `AnyCheckpoint.norm`. Raises KeyError
         naming a tensor that is missing, ValueError naming a wrong shape.
         """
         has_norms, has_sinks = f"{name}.q_norm.weight" in tensors, f"{name}.sinks" in tensors
         num_q, num_kv = num_heads * head_dim, num_kv_heads * head_dim
-        own = {"q_proj": 2 * num_q if gated else num_q, "k_proj": num_kv, "v_proj": num_kv}
-        sizes: dict[str, Outputs] = {**own}
+        q, kv = Section(2 * num_q if gated else num_q), Section(num_kv, kv_copies)
+        sizes: dict[str, Outputs] = {"q_proj": (q,), "k_proj": (kv,), "v_proj": (kv,)}
         if fused:
-            sizes = {"qkv_proj": tuple(own.values())}
+            sizes = {"qkv_proj": (q, kv, kv)}
         norms = None
         if has_norms:
             q_size, k_size = (num_q, num_kv) if wide else (head_dim, head_dim)
-            cut = Cut("outputs") if wide else None
+            q_cut, k_cut = (Cut("outputs", (each,)) if wide else None for each in (q, kv))
             norms = (
-                tensors.norm(f"{name}.q_norm", q_size, eps, adds_one=norms_add_one, cut=cut),
-                tensors.norm(f"{name}.k_norm", k_size, eps, adds_one=norms_add_one, cut=cut),
+                tensors.norm(f"{name}.q_norm", q_size, eps, adds_one=norms_add_one, cut=q_cut),
+                tensors.norm(f"{name}.k_norm", k_size, eps, adds_one=norms_add_one, cut=k_cut),
             )
         return Attention(
             norm=norm,
@@ -109,6 +112,7 @@ class Attention(Part):
             rope=rope,
             head_norms=None if wide else norms,
             wide_norms=norms if wide else None,
+            kv_copies=kv_copies,
             post_norm=post_norm,
             gated=gated,
         )
@@ -132,29 +136,30 @@ class Attention(Part):
         if self.wide_norms is not None:
             num_q, num_kv = (n * attend.head_dim for n in (attend.num_heads, attend.num_kv_heads))
             query, key, _ = qkv.split([num_q, num_kv, num_kv], 1)
-            for part, norm in zip((query, key), self.wide_norms, strict=True):
-                self._norm_wide(part, norm)
+            q_norm, k_norm = self.wide_norms
+            self._norm_wide(query, q_norm, 1)
+            self._norm_wide(key, k_norm, self.kv_copies)
         query = attend.store(qkv, attend.num_heads, self.rope, self.head_norms, batch)
         attended = attend(query, batch).flatten(1)
         if gate is not None:
             attended = attended * gate.sigmoid()
         return self.add(x, self.output, attended, next_norm)
 
-    def _norm_wide(self, part: Tensor, norm: Norm) -> None:
+    def _norm_wide(self, part: Tensor, norm: Norm, copies: int) -> None:
         """Normalise a row's heads together, with those of other ranks. Shape: [T, own heads]"""
         if self.ranks is None:
             rms_norm(part, norm, out=part)
             return
-        of_all = self.ranks.gather(part.contiguous())
+        of_all = self.ranks.gather(part.contiguous())[::copies]
         normed = rms_norm(of_all.transpose(0, 1).flatten(1), norm)
-        part.copy_(normed.view(len(part), -1, part.shape[1])[:, self.ranks.rank])
+        part.copy_(normed.view(len(part), -1, part.shape[1])[:, self.ranks.rank // copies])
 
     def over_ranks(self, ranks: Ranks) -> "Attention":
         if self.wide_norms is None:
             return self
         query, key = (
-            norm._replace(weight=ranks.gather(norm.weight[None]).flatten())
-            for norm in self.wide_norms
+            norm._replace(weight=ranks.gather(norm.weight[None])[::copies].flatten())
+            for norm, copies in zip(self.wide_norms, (1, self.kv_copies), strict=True)
         )
         return replace(self, wide_norms=(query, key), ranks=ranks)
 

@@ -20,7 +20,7 @@ from outrider.kernels.model.row_codes import Normed
 from ...memory.spec import SlotSpec
 from ..attention import ForwardBatch
 from ..checkpoint import AnyCheckpoint, Outputs
-from ..shares import Cut
+from ..shares import Cut, Section
 from ..slot_state import SlotState
 from ..weights import Linear
 from .base import Part
@@ -103,7 +103,9 @@ class DeltaNet(Part):
         """
         num_values, order = heads.num_value_heads * heads.value_dim, None
         num_keys = heads.num_key_heads * heads.key_dim
-        channels, by_head = (num_keys, num_keys, num_values), Cut("outputs")
+        keys, by_head = Section(num_keys), Cut("outputs")
+        channels = keys, keys, Section(num_values)
+        num_channels = 2 * num_keys + num_values
         sizes: dict[str, Outputs] = {
             "in_proj_qkv": channels,
             "in_proj_b": heads.num_value_heads,
@@ -112,12 +114,12 @@ class DeltaNet(Part):
         }
         if by_key_head:
             sizes = {
-                "in_proj_qkvz": sum(channels) + num_values,
+                "in_proj_qkvz": num_channels + num_values,
                 "in_proj_ba": 2 * heads.num_value_heads,
             }
             order = columns_by_kind(heads).to(tensors.device)
         convolution = tensors.tensor(
-            f"{name}.conv1d.weight", sum(channels), 1, num_taps, cut=Cut("outputs", channels)
+            f"{name}.conv1d.weight", num_channels, 1, num_taps, cut=Cut("outputs", channels)
         )
         return DeltaNet(
             norm=norm,

@@ -26,7 +26,7 @@ from ..admission import UnsupportedModelError
 from ..attention import ForwardBatch
 from ..checkpoint import AnyCheckpoint, Lent, Outputs
 from ..narrow_weight import Narrow
-from ..shares import Cut
+from ..shares import Cut, Section
 from ..weights import Axis, Dense, Layer, Linear, Matrix, Unrounded, Weight
 from .base import Part
 from .gated_mlp import GatedMLP
@@ -166,12 +166,12 @@ def read_experts(
     Raises as AnyCheckpoint.linear does, and UnsupportedModelError if no kernel takes the matrices.
     """
     num_out, whole = sum(sizes.values()), f"{name}.{stored}"
+    sections = tuple(map(Section, sizes.values()))
     parts: dict[str, Outputs] = dict(sizes)
     if tensors.stacks_layers(whole, num_experts):
-        parts = {stored: tuple(sizes.values())}
+        parts = {stored: sections}
     elif whole in tensors:
-        sections = tuple(sizes.values()) if axis == "outputs" else ()
-        cut = Cut(axis, sections, lead=1)
+        cut = Cut(axis, sections if axis == "outputs" else (), lead=1)
         matrix = tensors.tensor(whole, num_experts, num_out, num_inputs, cut=cut).flatten(0, 1)
         return Layer(stacked(matrix, num_experts, top_k, tensors.dtype), None, axis)
     each = [

@@ -10,6 +10,7 @@ from outrider.kernels.model.row_codes import Normed
 
 from ..attention import ForwardBatch
 from ..checkpoint import AnyCheckpoint, Outputs
+from ..shares import Section
 from ..weights import Linear
 from .base import Compiled, Part
 
@@ -41,7 +42,7 @@ class GatedMLP(Part):
         """
         sizes: dict[str, Outputs] = {"gate_proj": inner, "up_proj": inner}
         if fused:
-            sizes = {"gate_up_proj": (inner, inner)}
+            sizes = {"gate_up_proj": (Section(inner), Section(inner))}
         return GatedMLP(
             norm=norm,
             gate_up=tensors.linear(

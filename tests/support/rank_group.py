@@ -1,4 +1,4 @@
-"""Two ranks that share one small model after another: this process, and one forked from it.
+"""Ranks that share one small model after another: this process, and some forked from it.
 
 They meet once, over gloo, so that a case costs no more than to load a model.
 """
@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ _ROOM = 64
 
 
 class Passes(NamedTuple):
-    logits: Tensor  # [all rows, V]; of the second rank, zeros
+    logits: Tensor  # [all rows, V]; of other ranks than the first, zeros
     digest: bytes  # of the residual stream behind the last layer, of all rows
     bytes_by_axis: dict[str | None, int]  # of weights
 
@@ -61,52 +62,71 @@ def load(path: str, share: Share = WHOLE, **options: Any) -> Decoder:
     return decoder
 
 
-class RankPair:
-    def __init__(self, connection: socket.socket, group: Group, pid: int) -> None:
-        self._connection, self._group, self._pid = connection, group, pid
+@torch.inference_mode()
+def whole(path: Path, **options: Any) -> Passes:
+    """The passes of a process that has the whole model."""
+    return passes(load(str(path), **options))
+
+
+class RankGroup:
+    def __init__(self, connections: dict[int, socket.socket], group: Group) -> None:
+        """`connections`: to the process of each other rank."""
+        self._connections, self._group = connections, group
 
     @torch.inference_mode()
     def run(self, path: str, **options: Any) -> Passes:
-        """The passes of the first rank. The second must have the same bits of the stream."""
-        self._connection.sendall(f"{path}\t{options.get('quantization', '')}\n".encode())
+        """The passes of the first rank. The others must have the same bits of the stream."""
+        for connection in self._connections.values():
+            connection.sendall(f"{path}\t{options.get('quantization', '')}\n".encode())
+        share = Share(0, self._group.size)
         try:
-            found = passes(SharedDecoder(load(path, Share(0, 2), **options), self._group))
-        except BaseException:  # the other waits for this one: both are of no more use
-            os.kill(self._pid, signal.SIGKILL)
+            found = passes(SharedDecoder(load(path, share, **options), self._group))
+        except BaseException:  # the others wait for this one: all are of no more use
+            for pid in self._connections:
+                os.kill(pid, signal.SIGKILL)
             raise
-        assert self._connection.recv(32) == found.digest
+        for connection in self._connections.values():
+            assert connection.recv(32) == found.digest
         return found
 
 
 @contextmanager
-def rank_pair() -> Iterator[RankPair]:
+def rank_group(size: int) -> Iterator[RankGroup]:
     meeting_fd = os.memfd_create("outrider-ranks-of-a-test")
-    ours, theirs = socket.socketpair()
-    pid = os.fork()
-    group = Group(0 if pid else 1, 2)
-    if pid == 0:
-        try:
-            ours.close()
-            group.join(path_of(meeting_fd), CPU)
-            _follow(theirs, group)
-        finally:
-            os._exit(0)
-    theirs.close()
-    ours.settimeout(60)
-    group.join(path_of(meeting_fd), CPU)
+    connections: dict[int, socket.socket] = {}
+    for rank in range(1, size):
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                ours.close()
+                _follow(theirs, _joined(rank, size, meeting_fd))
+            finally:
+                os._exit(0)
+        theirs.close()
+        ours.settimeout(60)
+        connections[pid] = ours
+    group = _joined(0, size, meeting_fd)
     try:
-        yield RankPair(ours, group, pid)
+        yield RankGroup(connections, group)
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        ours.close()
+        for pid, connection in connections.items():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            connection.close()
         group.leave()
         os.close(meeting_fd)
+
+
+def _joined(rank: int, size: int, meeting_fd: int) -> Group:
+    group = Group(rank, size)
+    group.join(path_of(meeting_fd), CPU)
+    return group
 
 
 @torch.inference_mode()
 def _follow(connection: socket.socket, group: Group) -> None:
     for line in connection.makefile():
         path, quantization = line.rstrip("\n").split("\t")
-        decoder = load(path, Share(1, 2), quantization=quantization or None)
+        decoder = load(path, Share(group.rank, group.size), quantization=quantization or None)
         connection.sendall(passes(SharedDecoder(decoder, group)).digest)
