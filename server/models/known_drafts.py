@@ -153,6 +153,7 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
         )
         for family, model_type in (
             ("MiMo 7B", "mimo"),
+            ("GLM-4.5 to 4.7", "glm4_moe"),
             ("Qwen3.5 and 3.6", "qwen3_5"),
             ("Qwen3.5 and 3.6", "qwen3_5_text"),
             ("Qwen3.5 and 3.6, mixtures", "qwen3_5_moe"),

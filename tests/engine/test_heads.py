@@ -72,7 +72,7 @@ ALL_BLOCKS = BLOCK_VARIANTS | OF_HYBRIDS
 # Whether a step is launched before the last one is read hangs on the proposer, not on its formulas:
 # some of each run ahead, and the others in turn.
 RUN_AHEAD = ("flat", "parallel", "dflash", "dflash-windows", "dspark", "dspark-leading", "mtp-mimo")
-RUN_AHEAD += ("dflash2", "dflash2-hybrid")
+RUN_AHEAD += ("dflash2", "dflash2-hybrid", "mtp-glm4_moe")
 # One of each kind of proposer, for what hangs on the kind alone: of a target of two layers.
 FEW = (0, 1, 2)
 KINDS: dict[str, dict[str, Any]] = {
@@ -100,8 +100,8 @@ def save_pair(target: Path, path: Path, name: str, options: dict[str, Any]) -> P
     """For the given target, or one of the kind that the name asks for."""
     if "hybrid" in name:
         target = save_tiny_model(path.with_name("hybrid"), "qwen3_5_text")
-    if name == "mtp-mimo":
-        model = save_tiny_mtp_model(path, num_hidden_layers=3)
+    if name.startswith("mtp-"):
+        model = save_tiny_mtp_model(path, name[4:], num_hidden_layers=3)
         return model, model
     save = save_tiny_head if name in VARIANTS or "eagle" in name else save_tiny_block_head
     return target, save(path, target, **options)
@@ -213,7 +213,7 @@ MIXED = [
             marks=() if is_ahead == (variant in RUN_AHEAD) else pytest.mark.deep,
             id=f"{variant}-{'ahead' if is_ahead else 'in-turn'}",
         )
-        for variant in (*VARIANTS, *ALL_BLOCKS, "mtp-mimo")
+        for variant in (*VARIANTS, *ALL_BLOCKS, "mtp-mimo", "mtp-glm4_moe")
         for is_ahead in (False, True)
     ],
 )

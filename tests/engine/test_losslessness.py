@@ -49,6 +49,7 @@ PROPOSERS = (
     "dflash2",
     "dspark",
     "mtp",
+    "glm",
     "hybrid",
 )
 EVERY = [(name, proposer) for name in PARAMS for proposer in PROPOSERS]
@@ -87,9 +88,10 @@ def test_the_joint_over_many_steps_is_the_targets(
         options = {"boundaries": (0, 1, 2), "scale": 0.15} | chain.get(proposer, {})
         draft = save_tiny_block_head(tmp_path, target, **options)
         proposer = "draft_model"
-    if proposer == "mtp":
-        options = {"vocab_size": VOCAB, "num_hidden_layers": 2}
-        target = draft = save_tiny_mtp_model(tmp_path, seed=3, scale=0.15, **options)
+    if proposer in ("mtp", "glm"):
+        kind, layers, scale = {"mtp": ("mimo", 2, 0.15), "glm": ("glm4_moe", 3, 0.2)}[proposer]
+        options = {"vocab_size": VOCAB, "num_hidden_layers": layers}
+        target = draft = save_tiny_mtp_model(tmp_path, kind, seed=3, scale=scale, **options)
         proposer = "draft_model"
     if proposer == "hybrid":
         options = {"vocab_size": VOCAB, "seed": 3, "scale": 0.15}

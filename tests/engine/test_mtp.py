@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engines import GREEDY, engine_config, generate, prompts, run, tokens
-from mtp import PlainMtp, save_tiny_mtp_model
+from mtp import GLM_LAYER, LAYER, PlainMtp, save_tiny_mtp_model
 from quantised import quantise
 from safetensors.torch import load_file, save_file
 from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor
@@ -26,7 +26,6 @@ from outrider.engine.models.heads.loading import load_head
 from outrider.engine.models.loading import load_network
 
 K = 3
-LAYER = "model.mtp_layers.0"
 
 
 @pytest.fixture
@@ -79,13 +78,18 @@ def test_the_projection_is_one_of_its_weights(target: Path) -> None:
     assert head.weight_bytes == sum(linear.weight.num_bytes for linear in parts)
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_greedy_answers_are_the_targets_own(is_tied: bool, tmp_path: Path) -> None:
-    target = save_tiny_mtp_model(tmp_path / "model", tie_word_embeddings=is_tied)
+@pytest.mark.parametrize(
+    ("architecture", "is_tied"), [("mimo", False), ("mimo", True), ("glm4_moe", False)]
+)
+def test_greedy_answers_are_the_targets_own(
+    architecture: str, is_tied: bool, tmp_path: Path
+) -> None:
+    target = save_tiny_mtp_model(tmp_path / "model", architecture, tie_word_embeddings=is_tied)
     engine = Engine(engine_config(target, target, k=K))
     mixed = prompts([5, 30, 1], VOCAB)
     expected = [generate(target, prompt, GREEDY.max_tokens) for prompt in mixed]
     assert [tokens(o) for o in run(engine, mixed, GREEDY)] == expected
+    assert engine.stats().drafted_per_position[K - 1] > 0
 
 
 def test_a_head_that_knows_the_next_token_is_always_right(target: Path) -> None:
@@ -184,6 +188,61 @@ def test_a_quantised_checkpoint_keeps_its_head(leave: tuple[str, ...], tmp_path:
     ):
         expected = meant[f"{LAYER}.{name}.weight"].to(DEVICE)
         torch.testing.assert_close(linear.weight.dequantised(), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "leave"),
+    [
+        ("ct fp8 of rows", ()),
+        ("ct fp8 of rows", (f"{GLM_LAYER}.",)),
+        ("ct fp8 of rows, inputs too", ("eh_proj",)),
+        ("ct 4 bits", ("eh_proj",)),
+        ("awq", ("eh_proj",)),
+    ],
+)
+def test_a_quantised_glm_keeps_its_head(name: str, leave: tuple[str, ...], tmp_path: Path) -> None:
+    """Its experts and all else, quantised or left plain."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64}
+    plain = save_tiny_mtp_model(tmp_path / "plain", "glm4_moe", **sizes)
+    path = quantise(plain, tmp_path, name, leave=leave)
+    meant = load_file(tmp_path / "meant/model.safetensors")
+    config = ModelConfig(path=str(path), dtype="float32")
+    network = load_network(config, DEVICE)
+    head = load_head(replace(config, is_mtp=True), network, config.path)
+    assert head.output_layer is network.output_layer
+    mlp = f"{GLM_LAYER}.mlp"
+    experts = [meant[f"{mlp}.experts.{i}.down_proj.weight"] for i in range(8)]
+    for layer, expected in (
+        (head.fc, meant[f"{GLM_LAYER}.eh_proj.weight"]),
+        (head.blocks[0].mixer.output, meant[f"{GLM_LAYER}.self_attn.o_proj.weight"]),
+        (head.blocks[0].mlp.shared_down, meant[f"{mlp}.shared_experts.down_proj.weight"]),
+        (head.blocks[0].mlp.down, torch.cat(experts)),
+    ):
+        torch.testing.assert_close(layer.weight.dequantised(), expected.to(DEVICE))
+
+
+def test_a_head_that_the_config_does_not_count_drafts_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some quantised copies set it to 0."""
+    path = save_tiny_mtp_model(tmp_path / "model", "glm4_moe", num_nextn_predict_layers=0)
+    assert Engine(engine_config(path, path)).info.proposer == "mtp"
+    assert (
+        f"num_nextn_predict_layers is 0, but its files hold an MTP head ({GLM_LAYER}.eh_proj)"
+        in (caplog.text)
+    )
+
+
+def test_a_head_that_the_config_counts_and_no_file_holds_is_refused(tiny_model: Tiny) -> None:
+    path = tiny_model("glm4_moe")
+    with pytest.raises(HeadError, match=rf"hold no MTP head \({GLM_LAYER}\.eh_proj\.weight\)"):
+        Engine(engine_config(path, path))
+
+
+def test_a_head_of_several_layers_is_refused(tmp_path: Path) -> None:
+    path = save_tiny_mtp_model(tmp_path / "model", "glm4_moe", num_nextn_predict_layers=2)
+    with pytest.raises(HeadError, match="its MTP head has 2 layers; one is read here"):
+        Engine(engine_config(path, path))
 
 
 def test_a_head_can_be_rounded_to_fp8(target: Path) -> None:

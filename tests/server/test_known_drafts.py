@@ -83,6 +83,7 @@ def target(name: str, model_type: str, vocab_size: int, billions: float) -> Targ
         (target("google/gemma-3-1b-it", "gemma3_text", 262_144, 1.0), "google/gemma-3-270m-it"),
         (target("mistralai/Mistral-7B-v0.3", "mistral", 32_768, 7.2), None),
         (target("XiaomiMiMo/MiMo-7B-RL", "mimo", 151_680, 7.8), "mtp"),
+        (target("zai-org/GLM-4.5-Air-FP8", "glm4_moe", 151_552, 106.9), "mtp"),
         (target("Qwen/Qwen3.6-27B", "qwen3_5_text", 248_320, 27.0), "mtp"),
         (target("Qwen/Qwen3.6-35B-A3B", "qwen3_5_moe", 248_320, 35.0), "mtp"),
         (target("Qwen/Qwen3-Coder-Next", "qwen3_next", 151_936, 80.0), "mtp"),
@@ -117,7 +118,7 @@ def test_the_heads_of_our_configs_are_known_with_their_k() -> None:
     mixtures += ("qwen3.8-27b-fp8-dflash2",)
     mixtures += ("qwen3.6-35b-a3b-dflash", "qwen3.6-35b-a3b-fp8-dflash")
     hybrids = [f"qwen3.6-{size}{end}-mtp" for size in ("27b", "35b-a3b") for end in ("", "-fp8")]
-    mtp = ("mimo-7b-mtp", *hybrids)
+    mtp = ("mimo-7b-mtp", "glm-4.5-air-fp8-mtp", *hybrids)
     for name in (*heads, *mtp, *mixtures):
         settings = load_settings(Path(name), environ={})
         assert (settings.draft.model, settings.speculation.num_speculative_tokens) in known

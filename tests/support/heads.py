@@ -160,8 +160,11 @@ class PlainLayers:
         return x + self.mlp(name, self.norm(f"{name}.post_attention_layernorm", x))
 
     def mlp(self, name: str, z: Tensor) -> Tensor:
-        gate, up = (self.linear(f"{name}.mlp.{n}_proj", z) for n in ("gate", "up"))
-        return self.linear(f"{name}.mlp.down_proj", torch.nn.functional.silu(gate) * up)
+        return self.gated(f"{name}.mlp", z)
+
+    def gated(self, name: str, z: Tensor) -> Tensor:
+        gate, up = (self.linear(f"{name}.{n}_proj", z) for n in ("gate", "up"))
+        return self.linear(f"{name}.down_proj", torch.nn.functional.silu(gate) * up)
 
     def attention(
         self, name: str, z: Tensor, seen: Tensor, context: Tensor | None = None
@@ -185,8 +188,8 @@ class PlainLayers:
         return self.linear(f"{name}.o_proj", torch.einsum("hts,shd->thd", weights, v).flatten(1))
 
     def _rotated(self, x: Tensor, first: int) -> Tensor:
-        """RoPE at positions from `first` on. Shape: [T, heads, head_dim]."""
-        inv_freq = self.theta ** (-torch.arange(0, self.head_dim, 2) / self.head_dim)
+        """RoPE at positions from `first` on. Shape: [T, heads, rotated]."""
+        inv_freq = self.theta ** (-torch.arange(0, x.shape[-1], 2) / x.shape[-1])
         angle = (torch.arange(first, first + len(x))[:, None] * inv_freq)[:, None]
         a, b = x.chunk(2, -1)
         return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)

@@ -5,6 +5,7 @@ Those of hybrids have transformers' own layers.
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as functional
@@ -18,32 +19,56 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.api import NewRequest
 from outrider.engine.engine import Engine
 
-LAYER = "model.mtp_layers.0"
+LAYER = "model.mtp_layers.0"  # of a MiMo
+GLM_LAYER = "model.layers.3"  # of a tiny GLM, behind its own layers
+
+
+class Named(NamedTuple):
+    layer: str
+    projection: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str
+
+
+NAMES = {
+    "mimo": Named(LAYER, "input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
+    "glm4_moe": Named(GLM_LAYER, "eh_proj", "enorm", "hnorm", "shared_head.norm"),
+}
 
 
 def save_tiny_mtp_model(
-    path: Path, *, seed: int = 0, scale: float = 0.3, **overrides: object
+    path: Path,
+    architecture: str = "mimo",
+    *,
+    seed: int = 0,
+    scale: float = 0.3,
+    **overrides: object,
 ) -> Path:
-    """A tiny MiMo and its MTP head, all of random weights, biases and norms too."""
-    save_tiny_model(path, "mimo", seed=seed, scale=scale, **overrides)
+    """A tiny target and its MTP head, all of random weights, biases and norms too."""
+    save_tiny_model(path, architecture, seed=seed, scale=scale, **overrides)
     config = json.loads((path / "config.json").read_text())
     generator = torch.Generator().manual_seed(seed + 1)
     tensors = load_file(path / "model.safetensors")
-    first = "model.layers.0."
+    layer, projection, *norms = NAMES[architecture]
+    # Of a GLM, the first layer has no experts.
+    alike = "model.layers.1." if architecture == "glm4_moe" else "model.layers.0."
     of_layer = {
-        name.replace(first, f"{LAYER}."): tensor
+        name.replace(alike, f"{layer}."): tensor
         for name, tensor in tensors.items()
-        if name.startswith(first)
+        if name.startswith(alike)
     }
     width = config["hidden_size"]
-    own = {f"{LAYER}.input_proj.weight": torch.empty(width, 2 * width)}
-    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        own[f"{LAYER}.{name}.weight"] = torch.empty(width)
+    own = {f"{layer}.{projection}.weight": torch.empty(width, 2 * width)}
+    own |= {f"{layer}.{name}.weight": torch.empty(width) for name in norms}
     for name, tensor in (tensors | of_layer | own).items():
         drawn = torch.randn(tensor.shape, generator=generator)
         if name in of_layer or name in own or name.endswith(("bias", "norm.weight")):
             is_norm = name.endswith("norm.weight") or (name in own and tensor.ndim == 1)
             tensors[name] = 1 + 0.3 * drawn if is_norm else scale * drawn
+    if architecture == "glm4_moe":  # its files also have copies of what it shares with the target
+        tensors[f"{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
@@ -53,22 +78,53 @@ class PlainMtp(PlainLayers):
 
     def __init__(self, path: Path) -> None:
         self.told = json.loads((path / "config.json").read_text())
+        self.named = NAMES[self.told["model_type"]]
         self.w = load_file(path / "model.safetensors")
         self.head_dim = self.told["head_dim"]
-        self.theta = float(self.told["rope_parameters"]["rope_theta"])
+        rope = self.told["rope_parameters"]
+        self.theta = float(rope["rope_theta"])
+        self.rotated = int(self.head_dim * rope.get("partial_rotary_factor", 1))
         self.eps = self.told["rms_norm_eps"]
         # The states behind all layers and the last norm.
         self.boundaries = [self.told["num_hidden_layers"] + 1]
 
     def rows(self, h: Tensor, following: list[int]) -> Tensor:
         """s of rows 0, 1, … Shape: h [T, hidden], following [T] -> [T, hidden]."""
+        layer, *own = self.named
+        projection, of_e, of_h, norm = (f"{layer}.{name}" for name in own)
         e = self.w["model.embed_tokens.weight"][torch.tensor(following)]
-        e[0] = 0
-        e, h = self.norm(f"{LAYER}.token_layernorm", e), self.norm(f"{LAYER}.hidden_layernorm", h)
-        x = self.linear(f"{LAYER}.input_proj", torch.cat((h, e), -1))
-        z = self.norm(f"{LAYER}.input_layernorm", x)
-        x = self.layer(LAYER, x, self.attention(f"{LAYER}.self_attn", z, causal(len(z))))
-        return self.norm(f"{LAYER}.final_layernorm", x)
+        if self.told["model_type"] == "mimo":
+            e[0] = 0
+        e, h = self.norm(of_e, e), self.norm(of_h, h)
+        both = (h, e) if self.told["model_type"] == "mimo" else (e, h)
+        x = self.linear(projection, torch.cat(both, -1))
+        z = self.norm(f"{layer}.input_layernorm", x)
+        x = self.layer(layer, x, self.attention(f"{layer}.self_attn", z, causal(len(z))))
+        return self.norm(norm, x)
+
+    def _rotated(self, x: Tensor, first: int) -> Tensor:
+        """A GLM rotates the first numbers of a head."""
+        turned = super()._rotated(x[..., : self.rotated], first)
+        return torch.cat((turned, x[..., self.rotated :]), -1)
+
+    def mlp(self, name: str, z: Tensor) -> Tensor:
+        """A GLM's: experts with the largest sigmoids plus bias, among those of the best groups; and
+        one that all rows share.
+        """
+        if f"{name}.mlp.gate.weight" not in self.w:
+            return super().mlp(name, z)
+        scores = self.linear(f"{name}.mlp.gate", z).sigmoid()
+        chosen_by = scores + self.w[f"{name}.mlp.gate.e_score_correction_bias"]
+        groups = chosen_by.unflatten(1, (self.told["n_group"], -1))
+        best = groups.topk(2, 2).values.sum(2).topk(self.told["topk_group"]).indices
+        is_best = torch.zeros(groups.shape[:2], dtype=torch.bool).scatter(1, best, value=True)
+        among = groups.masked_fill(~is_best[:, :, None], -torch.inf).flatten(1)
+        ids = among.topk(self.told["num_experts_per_tok"]).indices
+        chosen = torch.zeros_like(scores).scatter(1, ids, scores.gather(1, ids))
+        shares = self.told["routed_scaling_factor"] * chosen / chosen.sum(1, keepdim=True)
+        experts = (self.gated(f"{name}.mlp.experts.{i}", z) for i in range(shares.shape[1]))
+        routed = [share[:, None] * y for share, y in zip(shares.T, experts, strict=True)]
+        return self.gated(f"{name}.mlp.shared_experts", z) + sum(routed)
 
     def draft_logits(self, g: Tensor, tokens: list[int], drafts: list[int], vocab: int) -> Tensor:
         """In front of each of k drafts, the last of them unused.

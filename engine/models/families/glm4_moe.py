@@ -14,13 +14,14 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbeddin
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Router
 
+from ..blocks import Block
 from ..parts.base import Part
 from ..parts.experts import ExpertMLP
 from .llama import Llama
 
 
 class Glm4Moe(Llama):
-    """Its layers for multi-token prediction, behind the last, are not part of it."""
+    """Its layer for multi-token prediction, behind the last, is a head and no part of it."""
 
     model_types = ("glm4_moe",)
     per_rank = Llama.per_rank | {"moe_intermediate_size"}
@@ -31,6 +32,9 @@ class Glm4Moe(Llama):
     }  # fmt: skip
     rope_fields = frozenset({"partial_rotary_factor"})
     rotary = Glm4MoeRotaryEmbedding
+
+    def mtp_block(self, name: str) -> Block:
+        return self.block(name, self.config.num_hidden_layers)
 
     def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
         config = self.config

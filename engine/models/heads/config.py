@@ -30,7 +30,10 @@ _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")  # trainers' name
 
 
 class MtpNames(NamedTuple):
-    """An MTP head in a checkpoint: the names of its layers, and what its projection reads."""
+    """An MTP head in a checkpoint: the names of its layers, and what its projection reads.
+
+    In names, {L} stands for the number of the target's own layers.
+    """
 
     block: str
     projection: str
@@ -39,6 +42,12 @@ class MtpNames(NamedTuple):
     norm: str
     embedding_first: bool  # [e; h], not [h; e]
     leaves_out_first: bool  # zeros in place of the embedding of the first token that has one before
+
+    def behind(self, num_layers: int | None) -> "MtpNames":
+        """The same behind so many layers."""
+        each = self._asdict().items()
+        named: dict[str, Any] = {k: v for k, v in each if isinstance(v, str)}
+        return self._replace(**{k: name.format(L=num_layers) for k, name in named.items()})
 
 
 _GGUF_PROJECTION = ".nextn.eh_proj.weight"
@@ -61,9 +70,21 @@ _OF_HYBRIDS = MtpNames(
     embedding_first=True,
     leaves_out_first=False,
 )
+_GLM = "model.layers.{L}"
+# Copies of the embedding and of the output layer beside it are not read: as in SGLang's
+# glm4_moe_nextn.py, these are the target's.
+_OF_GLM = MtpNames(
+    _GLM,
+    f"{_GLM}.eh_proj",
+    f"{_GLM}.enorm",
+    f"{_GLM}.hnorm",
+    f"{_GLM}.shared_head.norm",
+    embedding_first=True,
+    leaves_out_first=False,  # vLLM's does; it concerns the first token of a text alone
+)
 # By model type of the targets whose MTP heads are known.
 _HYBRIDS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
-MTP_HEADS = {"mimo": _OF_MIMO, **dict.fromkeys(_HYBRIDS, _OF_HYBRIDS)}
+MTP_HEADS = {"mimo": _OF_MIMO, "glm4_moe": _OF_GLM, **dict.fromkeys(_HYBRIDS, _OF_HYBRIDS)}
 # Keys that say what the head is, not what its layers are; a LlamaConfig ignores the unknown ones.
 _LEFT_OUT = ("architectures", "auto_map", "model_type", "torch_dtype")
 
@@ -292,13 +313,14 @@ def mtp_names(folder: Path) -> MtpNames:
     """The names of the MTP head in a model directory; raises HeadError if it holds none that is
     known here.
     """
-    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+    config = json.loads((folder / "config.json").read_text())
+    model_type = config.get("model_type")
     if model_type not in MTP_HEADS:
         known = ", ".join(MTP_HEADS)
         raise HeadError(
             f"no MTP head is known for models of type {model_type}; known are those of {known}"
         )
-    found = MTP_HEADS[model_type]
+    found = MTP_HEADS[model_type].behind(config.get("num_hidden_layers"))
     name = f"{found.projection}.weight"
     gguf = folder / "model.gguf"
     try:

@@ -1,5 +1,6 @@
 """Loads the head of a target: one from a directory of its own, or an MTP head beside the target."""
 
+import logging
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ from .eagle3 import Eagle3Head
 from .head import Head
 from .mtp import MtpHead
 from .vocabulary import check_mask_token, read_embedding, read_output_layer, read_target_ids
+
+log = logging.getLogger(__name__)
 
 
 def load_head(
@@ -308,8 +311,17 @@ def _read_mtp_head(
     folder = Path(config.path)
     names = mtp_names(folder)
     hf_config: Any = load_config(folder)
-    if (num_layers := getattr(hf_config, "mtp_num_hidden_layers", None) or 1) > 1:
-        raise HeadError(f"its MTP head has {num_layers} layers; one is read here")
+    for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
+        if (num_layers := getattr(hf_config, key, None) or 0) > 1:
+            raise HeadError(f"its MTP head has {num_layers} layers; one is read here")
+        if num_layers == 0 and hasattr(hf_config, key):  # as in some quantised copies
+            log.warning(
+                "%s: %s is %s, but its files hold an MTP head (%s): it drafts",
+                config.path,
+                key,
+                getattr(hf_config, key),
+                names.projection,
+            )
     checkpoint: AnyCheckpoint
     if transformers_arguments(folder):
         checkpoint = GgufCheckpoint(folder, target.dtype, target.device, report)

@@ -10,6 +10,10 @@ and predicts x_{t+2}:
 
 A draft's row reads s of the row before in place of h_t, so one layer drafts any number of tokens. E
 and lm_head are the target's.
+
+Of GLM's, vLLM's glm4_moe_mtp.py takes the layer's output in front of `norm` in place of h_t, and
+SGLang's glm4_moe_nextn.py takes s. We take s: `hidden_norm` was trained on states behind a norm,
+and vLLM takes s too for later GLMs, where the other way cost acceptance (its pull request 47448).
 """
 
 from typing import Any
