@@ -24,6 +24,9 @@ from .row_codes import Normed
 from .silu_mul import silu_mul_reference
 from .split_product import add_parts
 
+# Parts of sums that are written before they are added. More would leave a GPU's cache.
+_MOST_PARTS_BYTES = 1 << 25
+_OUTPUTS_AT_ONCE = 512  # of a batch with more parts
 # (expert, its rows) -> their products with its matrix, plus its bias. [n, K] -> [n, N]
 ExpertProduct = Callable[[int, Tensor], Tensor]
 
@@ -44,14 +47,26 @@ def add_experts(
     """Add the weighted outputs of each row's pairs to the residual in place. Returns norm(residual)
     if that comes cheaply.
 
-    Otherwise returns None, and the layer that reads the residual must apply `norm`.
+    Otherwise returns None, and the layer that reads the residual must apply `norm`. A prompt has
+    too many parts to write them all: some outputs are added after others, which changes no sum.
     Shape: residual [T, N] dense, gated [T * k, K], down [N, K] each -> [T, N]
     """
     if not uses_triton(gated):
         add_by_expert(residual, gated, routing, partial(_linear, down))
         return None
-    parts = experts_product(gated, routing, down, None)
-    return add_parts(residual, parts, norm, num_real=routing.num_rows)
+    width = residual.shape[1]
+    if len(gated) * width * gated.element_size() <= _MOST_PARTS_BYTES:
+        parts = experts_product(gated, routing, down, None)
+        return add_parts(residual, parts, norm, num_real=routing.num_rows)
+    for first in range(0, width, _OUTPUTS_AT_ONCE):
+        some = range(first, min(first + _OUTPUTS_AT_ONCE, width))
+        add_parts(
+            residual[:, some.start : some.stop],
+            experts_product(gated, routing, down, None, some),  # not kept: one at a time
+            None,
+            num_real=routing.num_rows,
+        )
+    return None
 
 
 def gated_by_expert(

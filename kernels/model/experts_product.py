@@ -87,17 +87,26 @@ def _of_narrow(matrix: NarrowMatrix, x: Tensor, size: int) -> _Numbers:
     return _Numbers(matrix.codes.view(torch.int32), *parts, options | tiling)
 
 
-def experts_product(x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu | None) -> Tensor:
+def experts_product(
+    x: Tensor,
+    routing: Routing,
+    layer: ExpertMatrix,
+    glu: Glu | None,
+    some: range | None = None,
+) -> Tensor:
     """With `glu`, the gated outputs of each pair; else its outputs times its weight, which are the
-    parts of each row's sum.
+    parts of each row's sum: all of them, or `some`, which begin at a multiple of 128.
 
     Sums are not split over K: that was slower on an H200 from a few rows on.
     Parts are rounded to x's dtype, since a prompt has many. Those of padding rows are not written.
-    Shape: x [T, K] or, without a gate, [T * k, K] -> [T * k, N / 2] or [k, T, N]
+    Shape: x [T, K] or, without a gate, [T * k, K] -> [T * k, N / 2] or [k, T, N or len(some)]
     """
     num_rows, top_k = routing.ids.shape
     num_pairs = num_rows * top_k
-    matrix, num_out = layer.matrix, layer.num_out
+    matrix, num_out = layer.matrix, layer.num_out // (2 if glu else 1)
+    outs = range(num_out) if some is None else some
+    assert outs.start % 128 == 0
+    assert outs.stop <= num_out
     assert matrix.shape[1] == x.shape[1]
     assert x.stride(-1) == 1
     num_tiles, size = routing.tiles.pairs.shape
@@ -105,8 +114,8 @@ def experts_product(x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu |
         numbers = _of_plain(matrix, x, size)
     else:
         numbers = _of_mxfp4(matrix, x, size) if is_mxfp4(matrix) else _of_narrow(matrix, x, size)
-    num_tiles *= triton.cdiv(num_out, numbers.options["BLOCK_N"])
-    shape = (num_pairs, num_out // 2) if glu else (top_k, num_rows, num_out)
+    num_tiles *= triton.cdiv(len(outs) * (2 if glu else 1), numbers.options["BLOCK_N"])
+    shape = (num_pairs, num_out) if glu else (top_k, num_rows, len(outs))
     out = x.new_empty(shape)
     _experts_kernel[(num_tiles,)](
         out,
@@ -120,7 +129,9 @@ def experts_product(x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu |
         layer.bias,
         *(glu or (0.0, 0.0, 0.0)),
         num_rows,
-        num_out // 2 if glu else num_out,
+        num_out,
+        outs.start,
+        len(outs),
         x.stride(0),
         0 if numbers.scale is None else numbers.scale.stride(0),
         layer.num_experts,
@@ -140,7 +151,7 @@ def experts_product(x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu |
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _experts_kernel(
-    out_ptr,  # [num_rows * TOP_K, num_out] or, not GATED, [TOP_K, num_rows, num_out]
+    out_ptr,  # [num_rows * TOP_K, width] or, not GATED, [TOP_K, num_rows, width]
     x_ptr,  # [num_rows, inputs] or, not GATED, [num_rows * TOP_K, inputs]
     weights_ptr,  # [num_rows * TOP_K]
     experts_ptr,  # [tiles]
@@ -154,7 +165,9 @@ def _experts_kernel(
     limit,
     shift,
     num_rows,
-    num_out,
+    num_out,  # of the gate or, not GATED, in all
+    first_out,
+    width,
     x_stride,
     scale_stride,
     num_experts,
@@ -177,15 +190,16 @@ def _experts_kernel(
 ):
     """One program: BLOCK_N outputs of one tile of pairs."""
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    num_tiles_n = tl.cdiv(num_out, OUTS)
+    num_tiles_n = tl.cdiv(width, OUTS)
     tile, tile_n = tl.program_id(0) // num_tiles_n, tl.program_id(0) % num_tiles_n
+    start = first_out + tile_n * OUTS
     i = tl.arange(0, BLOCK_N)
     read = output_by_warp(i, WARPS)
     # If gated, the second half of a block holds the rows of `up` that match the gate's rows.
-    n = tile_n * OUTS + i % OUTS
-    is_out, is_read = n < num_out, tile_n * OUTS + read % OUTS < num_out
+    n = start + i % OUTS
+    is_out, is_read = n < num_out, start + read % OUTS < num_out
     in_expert = tl.minimum(n, num_out - 1) + i // OUTS * num_out
-    read_in_expert = tl.minimum(tile_n * OUTS + read % OUTS, num_out - 1) + read // OUTS * num_out
+    read_in_expert = tl.minimum(start + read % OUTS, num_out - 1) + read // OUTS * num_out
     num_weight_rows = num_out * (2 if GATED else 1)
     # The router in front of the gate makes the tiles. The gate waits for them before it lets `down`
     # start, so `down` may read them, but not from a cache that may be older, before it waits.
@@ -241,9 +255,9 @@ def _experts_kernel(
         out_row = pair if GATED else pair % TOP_K * num_rows + pair // TOP_K
         outs = tile_n * OUTS + tl.arange(0, OUTS)
         tl.store(
-            out_ptr + out_row.to(tl.int64) * num_out + outs[:, None],
+            out_ptr + out_row.to(tl.int64) * width + outs[:, None],
             y.to(out_ptr.dtype.element_ty),
-            mask=is_pair & (outs < num_out)[:, None],
+            mask=is_pair & (outs < width)[:, None],
         )
     elif not GATED:
         wait_for_inputs(DEPENDENT)

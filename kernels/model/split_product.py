@@ -70,19 +70,19 @@ def add_parts(
     Returns norm(residual), rounded if the norm rounds, or None without a norm. `out` takes it if it
     is given; then the norm does not round. `num_real`: how many rows have parts (None: all).
     Parts are summed in float32.
-    Shape: residual and out [T, N] dense, parts [splits, T, N] of any dtype, bias [N], num_real [1]
-    -> [T, N] or None
+    Shape: residual [T, N], rows dense, out [T, N] dense, parts [splits, T, N] of any dtype,
+    bias [N], num_real [1] -> [T, N] or None
     """
     num_rows, width = residual.shape
     by_address = isinstance(parts, PeerParts)
     if isinstance(parts, PeerParts):
         parts = parts.addresses
     assert by_address or parts.shape[1:] == residual.shape
-    assert residual.is_contiguous()
+    assert residual.stride(1) == 1
     format_ = norm.rounds if norm is not None else None
     rows = empty_rows(residual, format_) if format_ is not None else None
     if norm is not None and rows is None and out is None:
-        out = torch.empty_like(residual)
+        out = residual.new_empty(residual.shape)
     _add_parts_kernel[(num_rows,)](
         residual,
         out,
@@ -94,6 +94,7 @@ def add_parts(
         norm.eps if norm is not None else 0.0,
         num_real,
         num_rows,
+        residual.stride(0),
         NUM_IN=width,
         WIDTH=format_.width if format_ is not None else 0,
         GROUP=format_.group if format_ is not None else 0,
@@ -116,7 +117,7 @@ def add_parts_reference(residual: Tensor, parts: Tensor, bias: Tensor | None = N
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_parts_kernel(
     residual_ptr,  # [num_rows, NUM_IN]
-    out_ptr,  # as residual, or None
+    out_ptr,  # [num_rows, NUM_IN], or None
     codes_ptr,  # [num_rows, WIDTH] or None
     codes_scale_ptr,  # [num_rows, groups] or None
     parts_ptr,  # [SPLITS, num_rows, NUM_IN], or [SPLITS] addresses of such
@@ -125,6 +126,7 @@ def _add_parts_kernel(
     eps,
     num_real_ptr,  # [1], or None
     num_rows,
+    residual_stride,
     NUM_IN: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
@@ -142,7 +144,7 @@ def _add_parts_kernel(
         norm = tl.load(norm_ptr + n, mask=mask, other=0.0).to(tl.float32)
     at = row * NUM_IN + n
     wait_for_inputs(DEPENDENT)
-    y = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(residual_ptr + row * residual_stride + n, mask=mask, other=0.0).to(tl.float32)
     stride = num_rows.to(tl.int64) * NUM_IN
     has_parts = mask
     if num_real_ptr is not None:
@@ -158,7 +160,7 @@ def _add_parts_kernel(
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
     stored = y.to(residual_ptr.dtype.element_ty)
-    tl.store(residual_ptr + at, stored, mask=mask)
+    tl.store(residual_ptr + row * residual_stride + n, stored, mask=mask)
     if norm_ptr is not None:
         y = stored.to(tl.float32)  # normalise what was stored
         z = normed_row(y, norm, eps, NUM_IN).to(stored.dtype)

@@ -11,6 +11,7 @@ from products import ALL, NumberFormat, narrow_of
 from verification import DEVICE, HAS_KERNELS
 
 from outrider.kernels.model import expert_tiles
+from outrider.kernels.model import experts as experts_module
 from outrider.kernels.model.e2m1 import MOST_EXPONENT
 from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu, expert_of
 from outrider.kernels.model.expert_tiles import tiles_reference
@@ -21,7 +22,7 @@ from outrider.kernels.model.experts import (
     gated_experts,
 )
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
-from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
+from outrider.kernels.model.rms_norm import Norm, rms_norm, rms_norm_reference
 from outrider.kernels.model.routing import Router, Routing, choose_reference, route
 from outrider.kernels.model.row_codes import Normed
 
@@ -391,3 +392,34 @@ def test_a_row_comes_out_the_same_in_any_company(name: str) -> None:
     lengths = [(600 - n, 600) for n in range(1, 301, 7)]
     for first, last in ((0, 1), (3, 20), (7, 40), (70, 200), (100, 600), *lengths):
         assert torch.equal(outputs(slice(first, last)), whole[first:last])
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["plain", "mxfp4", "int4", "nvfp4"])
+def test_a_prompt_adds_some_outputs_after_others_in_bounded_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit what all at once give; padding rows too, and a last piece that is narrower."""
+    wide, small = 320, 128
+    experts = {"plain": lambda: make_plain(3, wide, small), "mxfp4": lambda: make(3, wide, small)}
+    made = experts[name]() if name in experts else make_narrow(name, 3, wide, small)
+    x, residual = randn(21, wide), randn(21, wide)
+    routing = route(randn(21, 3), Router(2), torch.tensor([19], device=DEVICE))
+    norm = Norm(randn(wide), 1e-5)
+    whole = residual.clone()
+    normed = add(whole, x, routing, made, norm)
+    assert isinstance(normed, torch.Tensor)
+    product, shapes = experts_module.experts_product, []
+
+    def watched(*args: Any) -> torch.Tensor:
+        parts = product(*args)
+        shapes.append(tuple(parts.shape))
+        return parts
+
+    monkeypatch.setattr(experts_module, "experts_product", watched)
+    monkeypatch.setattr(experts_module, "_MOST_PARTS_BYTES", 2 * 21 * wide * 4 - 1)
+    monkeypatch.setattr(experts_module, "_OUTPUTS_AT_ONCE", 128)
+    assert add(residual, x, routing, made, norm) is None
+    assert torch.equal(residual, whole)
+    assert torch.equal(rms_norm(residual, norm), normed)
+    assert shapes[1:] == [(2, 21, 128), (2, 21, 128), (2, 21, 64)]
