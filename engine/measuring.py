@@ -78,12 +78,6 @@ def host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], PageCop
             "to 0"
         )
     states = pair.target if worker.slots.kept_states else None
-    if states is not None and worker.followers is not None:
-        raise ConfigError(
-            f"cache.host_gib is {given:g}, but the states that this model keeps beside its pages "
-            "are not kept in host memory yet if GPUs share the target (target.tensor_parallel): "
-            "set it to 0"
-        )
     state_bytes = pair.target.bytes_per_slot(worker.slots.max_drafts) if states is not None else 0
     pages_per_state = max(1, config.cache.state_interval_tokens // pair.page_size)
 
@@ -92,7 +86,8 @@ def host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], PageCop
         return 1 + num_pages // pages_per_state if states is not None else 0
 
     def size(num_pages: int) -> int:
-        return of_all_ranks.num_bytes(num_pages) + num_states(num_pages) * state_bytes
+        of_states = num_states(num_pages) * state_bytes * config.target.tensor_parallel
+        return of_all_ranks.num_bytes(num_pages) + of_states
 
     free_bytes = available_bytes()
     if worker.device.type == "cpu" and config.cache.num_pages is not None:  # not allocated yet
@@ -123,8 +118,12 @@ def host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], PageCop
         ) from error
     if worker.followers is None:
         return counts, own
-    num_bytes = of_all_ranks.num_bytes(num_pages)
-    return counts, worker.followers.share_host_pages(own, worker.slots, counts, num_bytes)
+    # The others have the target's groups alone, and states.
+    groups = [*range(worker.num_target_groups), *range(len(pair.groups), len(counts))]
+    shared = worker.followers.share_host_pages(
+        own, worker.slots, {group: counts[group] for group in groups}, state_bytes, size(num_pages)
+    )
+    return counts, shared
 
 
 @contextmanager

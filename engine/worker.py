@@ -170,6 +170,11 @@ class Worker:
         return [group.spec for group in groups]
 
     @property
+    def num_target_groups(self) -> int:
+        """How many of the groups, the first, have layers of the target."""
+        return len(self._specs_of_target)
+
+    @property
     def budget_of_all_ranks(self) -> Budget:
         """As `budget`, for the pages of all ranks together."""
         others = 0 if self.followers is None else len(self.followers.pids)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -102,12 +102,21 @@ class Followers:
         slots.on_pages = lambda entries_np: self.send(Op.PAGES, (), entries_np)
 
     def share_host_pages(
-        self, own: PageCopies, slots: Slots, num_pages: Sequence[int], num_bytes: int
+        self,
+        own: PageCopies,
+        slots: Slots,
+        num_pages: Mapping[int, int],
+        state_bytes: int,
+        num_bytes: int,
     ) -> SharedHostPages:
-        """Have them keep as many pages of each group in host memory; `num_bytes` of all ranks."""
-        numbers = [slots.max_model_len, slots.page_size, *num_pages]
+        """Have them keep as many pages in host memory, of the groups that they have, too.
+
+        `state_bytes`: of a state of one rank, if the last group is states, else 0; `num_bytes`: of
+        all ranks.
+        """
+        numbers = [slots.max_model_len, slots.page_size, state_bytes, *num_pages.values()]
         self.send(Op.HOST, (), np.array(numbers))
-        return SharedHostPages(own, self.send, num_bytes)
+        return SharedHostPages(own, self.send, [*num_pages], num_bytes)
 
     def watched(self, report: ReportProgress) -> ReportProgress:
         """`report`, which also raises RankError once one of them could not start."""

@@ -13,22 +13,31 @@ class SharedHostPages(PageCopies):
     """Rank 0's pages; what it does with them, it has the others do with theirs."""
 
     def __init__(
-        self, own: PageCopies, send: Callable[[Op, Shape, np.ndarray], None], num_bytes: int
+        self,
+        own: PageCopies,
+        send: Callable[[Op, Shape, np.ndarray], None],
+        groups: Sequence[int],
+        num_bytes: int,
     ) -> None:
-        """`num_bytes`: of all ranks."""
+        """`groups`: those that the others have, too, in their order; `num_bytes`: of all ranks."""
         self._own, self._send, self._num_bytes = own, send, num_bytes
+        self._theirs = {group: i for i, group in enumerate(groups)}
 
     @property
     def num_bytes(self) -> int:
         return self._num_bytes
 
     def save(self, group: int, pages: Sequence[int], host_pages: Sequence[int]) -> None:
-        self._send(Op.SAVE, (group,), np.array((pages, host_pages)))
+        self._send_copy(Op.SAVE, group, pages, host_pages)
         self._own.save(group, pages, host_pages)
 
     def load(self, group: int, host_pages: Sequence[int], pages: Sequence[int]) -> None:
-        self._send(Op.LOAD, (group,), np.array((host_pages, pages)))
+        self._send_copy(Op.LOAD, group, host_pages, pages)
         self._own.load(group, host_pages, pages)
+
+    def _send_copy(self, op: Op, group: int, pages: Sequence[int], to: Sequence[int]) -> None:
+        if group in self._theirs:
+            self._send(op, (self._theirs[group],), np.array((pages, to)))
 
     def has_loaded(self) -> bool:
         """Of this rank; the others' steps, from the next one on, wait for what they load."""

@@ -96,20 +96,20 @@ class TargetShare:
 
     def allocate_host(self, numbers: list[int]) -> None:
         """`numbers` as `Followers.share_host_pages` sends them."""
-        max_len, page_size, *num_pages = numbers
+        max_len, page_size, state_bytes, *num_pages = numbers
         self._group_layers(max_len)
-        counts = num_pages[: len(self._layers)]  # rank 0's draft may have groups of its own
-        self.host_pages = host_pages(self._layers, counts, page_size, self.device)
+        states = self.target if state_bytes else None
+        self.host_pages = host_pages(
+            self._layers, num_pages, page_size, self.device, states, state_bytes
+        )
 
     def save(self, group: int, pages_np: np.ndarray) -> None:
         """Shape: [2, pages], of the device and of the host."""
-        if group < len(self._layers):
-            self.host_pages.save(group, *pages_np.tolist())
+        self.host_pages.save(group, *pages_np.tolist())
 
     def load(self, group: int, pages_np: np.ndarray) -> None:
         """Shape: [2, pages], of the host and of the device."""
-        if group < len(self._layers):
-            self.host_pages.load(group, *pages_np.tolist())
+        self.host_pages.load(group, *pages_np.tolist())
 
     def compile(self, num_rows: int) -> None:
         """Compile the kernels of the target's passes, which rank 0 has compiled just before."""

@@ -24,7 +24,7 @@ class Op(IntEnum):
     MEASURE = auto()  # from now on, note how much memory a step takes
     MEASURED = auto()  # that was the largest step
     HOST = auto()  # allocate pages in host memory: see `Followers.share_host_pages`
-    SAVE = auto()  # copy pages of the group `shape` there [2, pages], from and to
+    SAVE = auto()  # copy pages of its group `shape` there [2, pages], from and to
     LOAD = auto()  # begin to copy them back [2, pages], from and to
     LOADED = auto()  # further steps read what has been copied back
     ROOM = auto()  # answer how many bytes are left for pages

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ from outrider.engine.models.loading import load_network
 from outrider.engine.models.shares import WHOLE, Share
 from outrider.engine.ranks import followers
 from outrider.engine.ranks.followers import RankLostError
+from outrider.engine.ranks.shared_host_pages import SharedHostPages
+from outrider.engine.ranks.wire import Op
 
 pytestmark = [
     pytest.mark.gpu,
@@ -135,6 +138,41 @@ def test_pages_of_all_ranks_go_to_host_memory_and_come_back(
     assert stats.host_loaded_tokens > 60
     # The memory is that of all ranks: in the same, two ranks keep no more than one process.
     assert engine.info.host_bytes <= 1e-3 * 2**30
+    assert engine.info.host_pages <= alone.info.host_pages
+
+
+def test_ranks_copy_the_groups_that_they_have() -> None:
+    """The first has another group in front of the states: that of its draft."""
+    own, sent = Mock(), []
+    pages = SharedHostPages(own, lambda *frame: sent.append(frame), groups=[0, 2], num_bytes=1)
+    for group in range(3):
+        pages.save(group, [5, 6], [7, 8])
+        pages.load(group, [7, 8], [5, 6])
+    assert [(op, shape) for op, shape, _ in sent] == [
+        (Op.SAVE, (0,)), (Op.LOAD, (0,)), (Op.SAVE, (1,)), (Op.LOAD, (1,)),
+    ]  # fmt: skip
+    assert [integers_np.tolist() for *_, integers_np in sent[2:]] == [
+        [[5, 6], [7, 8]],
+        [[7, 8], [5, 6]],
+    ]
+    assert [call.args[0] for call in own.save.call_args_list] == [0, 1, 2]
+
+
+@pytest.mark.deep
+def test_all_ranks_bring_states_back_with_their_pages(
+    tmp_path: Path, start: Callable[[EngineConfig], Engine]
+) -> None:
+    """Between two prompts another takes their pages and states."""
+    target = save_tiny_hybrid(tmp_path / "target", "qwen3_5_text", seed=1)
+    config = engine_config(target, target, state_interval=8, max_num_seqs=2, num_pages=24, k=2)
+    config = replace(config, cache=replace(config.cache, host_gib=4e-3))
+    texts = prompts([60, 61, 62], VOCAB)
+    alone, engine = Engine(config), start(config)
+    expected = [tokens(outputs) for outputs in run(alone, texts, GREEDY)]
+    for _ in range(2):
+        assert [tokens(run(engine, [text], GREEDY)[0]) for text in texts] == expected
+    assert engine.stats().host_loaded_tokens > 100
+    assert engine.info.host_bytes <= 4e-3 * 2**30
     assert engine.info.host_pages <= alone.info.host_pages
 
 
