@@ -16,6 +16,7 @@ const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty",
 const form = byId("ask");
 const slider = byId("step");
 const views = byId("views");
+const reading = document.querySelector(".reading"); // answers, with the composer at their end
 const { turns } = conversation;
 let shown = null; // the turn that the slider is about
 let edited = null; // the turn whose question is in the composer, to be asked again
@@ -124,7 +125,7 @@ async function ask(prompt, replaced = null) {
   onMode();
   sent = { mode, body: asked(prompt, turns) };
   const turn = new conversation.Turn({ mode, prompt, model: info?.model }, on);
-  document.querySelector(".composer").scrollIntoView({ block: "nearest" });
+  showEnd();
   await run(turn, sent);
   return true;
 }
@@ -250,11 +251,15 @@ function refreshSoon(follows) {
   nextFrame ??= requestAnimationFrame(() => {
     nextFrame = null;
     if (!shown) return;
+    const isAtEnd = reading.getBoundingClientRect().bottom <= innerHeight + 1;
     if (views.querySelector(":checked").value === "text") shown.drawText();
     const { steps } = shown.tokens;
     if (steps.length) refresh(follows ? steps.length : Number(slider.value), { marks: !follows });
+    if (isAtEnd) showEnd(); // whoever has scrolled up to read stays there
   });
 }
+
+const showEnd = () => reading.scrollIntoView({ block: "end" });
 
 /** Bring the panel to a step of the answer that it is about. */
 function refresh(numSteps, { marks = true } = {}) {
@@ -448,3 +453,7 @@ onMode();
 const last = conversation.restore(on);
 if (last) select(last, last.tokens.steps.length);
 onView();
+if (last) {
+  history.scrollRestoration = "manual"; // the browser's place is one of a page without answers
+  showEnd();
+}

@@ -170,6 +170,35 @@ def test_an_answer_that_ended_by_itself_is_no_interrupted_one_after_a_reload(pag
     assert page.text(".turn > .note") == ""
 
 
+def test_a_long_answer_keeps_stop_in_sight_and_is_shown_from_its_end_after_a_reload(
+    page: Page,
+) -> None:
+    def is_in_sight(selector: str) -> bool:
+        found = "const box = document.querySelector(arguments[0]).getBoundingClientRect();"
+        return bool(
+            page.script(f"{found} return box.top >= 0 && box.bottom <= innerHeight", selector)
+        )
+
+    def num_tokens() -> int:
+        return len(page.all(".answer .token"))
+
+    ask(page, prompt="a\n" * 60, max_tokens=2000, temperature=0)  # longer than the window
+    page.wait(lambda: num_tokens() > 10, "tokens")
+    assert is_in_sight("#stop")
+    assert page.script("return scrollY") > 0  # it follows the answer, unless the reader goes up
+    page.script("scrollTo(0, 0)")
+    num_then = num_tokens()
+    page.wait(lambda: num_tokens() > num_then + 20, "more of it")
+    assert page.script("return scrollY") == 0
+    assert is_in_sight("#stop")
+    page.press("\ue00c")  # Escape
+    finished(page)
+    page.open()
+    page.wait_for("#state", "ready")
+    assert is_in_sight(".turn > .note")
+    assert page.text(".turn > .note") == "Stopped."
+
+
 def test_only_the_selected_answer_has_marks(page: Page) -> None:
     for _ in range(2):
         ask(page, mode="completion", max_tokens=30)
