@@ -12,10 +12,10 @@ from .distill import distill_command
 from .doctor import doctor_command
 from .evaluate import evaluate_command
 from .models import models_app
+from .plain_help import PlainCommand, PlainGroup
 from .run_batch import run_batch_command
 from .serve import EXAMPLES as SERVE_EXAMPLES
 from .serve import serve_command
-from .setting_flags import PlainHelp
 
 EXAMPLES = """\
 Examples:
@@ -24,7 +24,7 @@ Examples:
 
   outrider serve                  the default pair, on any machine
 
-  outrider serve Qwen/Qwen3-8B    another model, with the best known draft for it
+  outrider serve Qwen/Qwen3-8B    another model, with its best known draft
 
   outrider chat                   talk to it, and see what was drafted
 
@@ -36,19 +36,23 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    cls=PlainGroup,
     epilog=EXAMPLES,
 )
 _SERVING, _MODELS = "Serve and try", "Models and settings"
-app.command("serve", cls=PlainHelp, rich_help_panel=_SERVING, epilog=SERVE_EXAMPLES)(serve_command)
-app.command("chat", rich_help_panel=_SERVING)(chat_command)
-app.command("bench", rich_help_panel=_SERVING)(bench_command)
-app.command("run-batch", rich_help_panel=_SERVING)(run_batch_command)
-app.command("doctor", rich_help_panel=_SERVING)(doctor_command)
-app.command("evaluate", rich_help_panel=_MODELS)(evaluate_command)
-app.command("distill", rich_help_panel=_MODELS)(distill_command)
+for _panel, _name, _command in (
+    (_SERVING, "serve", serve_command),
+    (_SERVING, "chat", chat_command),
+    (_SERVING, "bench", bench_command),
+    (_SERVING, "run-batch", run_batch_command),
+    (_SERVING, "doctor", doctor_command),
+    (_MODELS, "evaluate", evaluate_command),
+    (_MODELS, "distill", distill_command),
+    (_MODELS, "config", config_command),
+):
+    _epilog = SERVE_EXAMPLES if _name == "serve" else None
+    app.command(_name, cls=PlainCommand, rich_help_panel=_panel, epilog=_epilog)(_command)
 app.add_typer(models_app, name="models", rich_help_panel=_MODELS)
-app.command("config", rich_help_panel=_MODELS)(config_command)
 
 
 def _show_version(asked: bool) -> None:

@@ -24,30 +24,41 @@ def bench_command(
     concurrency: Annotated[
         list[int] | None,
         typer.Option(
-            "-c", "--concurrency", min=1, help="Concurrent requests; repeatable. \\[default: 1, 8]"
+            "-c",
+            "--concurrency",
+            metavar="N",
+            min=1,
+            help="Concurrent requests; repeatable. [default: 1, 8]",
         ),
     ] = None,
     requests: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Requests per round. \\[default: twice the concurrency, at least 4]"
+            metavar="N",
+            min=1,
+            help="Requests per round. [default: twice the concurrency, at least 4]",
         ),
     ] = None,
     rounds: Annotated[
         int,
         typer.Option(
+            metavar="N",
             min=1,
             help="Measured rounds, alternating with and without drafts, after one warm-up round.",
         ),
     ] = 2,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 96,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens per answer.")] = 96,
+    temperature: Annotated[
+        float, typer.Option(metavar="NUMBER", min=0.0, help="Sampling temperature.")
+    ] = 0.0,
     k: Annotated[
-        int | None, typer.Option("-k", min=1, help="Draft tokens per step. \\[default: adaptive]")
+        int | None,
+        typer.Option("-k", metavar="N", min=1, help="Draft tokens per step. [default: adaptive]"),
     ] = None,
     model: ModelOption = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the measurements to this file.")
+        Path | None,
+        typer.Option("--json", metavar="PATH", help="Write the measurements to this file."),
     ] = None,
     api_key: ApiKeyOption = None,
 ) -> None:

@@ -35,17 +35,23 @@ HELP = """\
 def chat_command(
     url: UrlArgument = DEFAULT_URL,
     model: ModelOption = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Sampling temperature. \\[default: the server's]")
+        float | None,
+        typer.Option(
+            metavar="NUMBER", min=0.0, help="Sampling temperature. [default: the server's]"
+        ),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens per answer. \\[default: what fits]")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Maximum tokens per answer. [default: what fits]"),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes answers repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Makes answers repeatable.")] = None,
     k: Annotated[
         int | None,
-        typer.Option("-k", min=0, help="Draft tokens per step; 0: none. \\[default: adaptive]"),
+        typer.Option(
+            "-k", metavar="N", min=0, help="Draft tokens per step; 0: none. [default: adaptive]"
+        ),
     ] = None,
     api_key: ApiKeyOption = None,
 ) -> None:

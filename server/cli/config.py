@@ -38,21 +38,23 @@ DraftOption = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="A smaller model with the same tokenizer, a head, or mtp. \\[default: the best known]",
+        help="A smaller model with the same tokenizer, a head, or mtp. [default: the best known]",
         rich_help_panel="Draft",
     ),
 ]
 # Of commands that ask a running server:
 UrlArgument = Annotated[
-    str, typer.Argument(metavar="[URL]", show_default=True, help="URL of the server.")
+    str, typer.Argument(metavar="URL", show_default=True, help="URL of the server.")
 ]
 ApiKeyOption = Annotated[
     str | None,
-    typer.Option(envvar="OUTRIDER_API_KEY", help="Bearer key, if the server asks for one."),
+    typer.Option(
+        metavar="KEY", envvar="OUTRIDER_API_KEY", help="Bearer key, if the server asks for one."
+    ),
 ]
 ModelOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Model to ask. \\[default: the first one that is served]"),
+    typer.Option(metavar="NAME", help="Model to ask. [default: the first one that is served]"),
 ]
 
 

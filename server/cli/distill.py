@@ -15,11 +15,15 @@ def distill_command(
     target: Annotated[
         str,
         typer.Option(
-            help="The model to draft for: a hub id, a directory, a GGUF file or a built-in name."
+            metavar="MODEL",
+            help="The model to draft for: a hub id, a directory, a GGUF file or a built-in name.",
         ),
     ],
     out: Annotated[
-        Path, typer.Option(help="Directory to create for the draft; it must not exist yet.")
+        Path,
+        typer.Option(
+            metavar="PATH", help="Directory to create for the draft; it must not exist yet."
+        ),
     ],
     prompts: Annotated[
         str | None,
@@ -27,22 +31,27 @@ def distill_command(
             metavar="FILE|DATASET",
             help="User turns: a text file (one per line), a .jsonl file or a hub data set. Half "
             "are used whole; the target rewrites the others from their first words on. "
-            "\\[default: it writes them all]",
+            "[default: it writes them all]",
         ),
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
-            help="Directory that keeps the target's text for other drafts of this target."
+            metavar="PATH",
+            help="Directory that keeps the target's text for other drafts of this target.",
         ),
     ] = None,
     kind: Annotated[
         Kind,
-        typer.Option(help="draft: a small model; eagle3: a head over the target's hidden states."),
+        typer.Option(
+            metavar="draft|eagle3",
+            help="draft: a small model; eagle3: a head over the target's hidden states.",
+        ),
     ] = "draft",
     draft_vocab: Annotated[
         int,
         typer.Option(
+            metavar="N",
             min=0,
             help="How many of the most frequent tokens a head can draft; 0: as the target's size "
             "suggests.",
@@ -53,18 +62,32 @@ def distill_command(
     ] = "3x256",
     start: Annotated[
         Path | None,
-        typer.Option(help="Train the draft in this directory further; its shape is kept."),
+        typer.Option(
+            metavar="PATH", help="Train the draft in this directory further; its shape is kept."
+        ),
     ] = None,
     budget: Annotated[
-        str, typer.Option(help="Total time (90s, 10m, 2h), or training tokens (500K, 50M, 1B).")
+        str,
+        typer.Option(
+            metavar="TIME|TOKENS",
+            help="Total time (90s, 10m, 2h), or training tokens (500K, 50M, 1B).",
+        ),
     ] = "10m",
     loss: Annotated[
         Divergence,
-        typer.Option(help="Training loss; the last quarter always uses total variation."),
+        typer.Option(
+            metavar="forward_kl|reverse_kl|total_variation",
+            help="Training loss; the last quarter always uses total variation.",
+        ),
     ] = "forward_kl",
-    seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same draft.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, help="The same seed makes the same draft.")
+    ] = 0,
     device: Annotated[
-        str, typer.Option(help="auto | cpu | cuda | cuda:N; cuda uses every visible GPU.")
+        str,
+        typer.Option(
+            metavar="DEVICE", help="auto | cpu | cuda | cuda:N; cuda uses every visible GPU."
+        ),
     ] = "auto",
 ) -> None:
     """Train a small draft model, or a head, for a target.

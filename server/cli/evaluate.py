@@ -30,25 +30,33 @@ def evaluate_command(
     config: ConfigOption = None,
     temperature: Annotated[
         list[float] | None,
-        typer.Option(min=0.0, help="Temperature; repeatable. \\[default: 0, 0.8]"),
+        typer.Option(metavar="NUMBER", min=0.0, help="Temperature; repeatable. [default: 0, 0.8]"),
     ] = None,
     k: Annotated[
         list[int] | None,
         typer.Option(
-            "-k", min=1, help="Draft tokens per step; repeatable. \\[default: 1, 2, 4, …]"
+            "-k",
+            metavar="N",
+            min=1,
+            help="Draft tokens per step; repeatable. [default: 1, 2, 4, …]",
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens per answer.")] = 96,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Maximum tokens per answer.")
+    ] = 96,
     prompts_per_category: Annotated[
         int | None,
-        typer.Option(min=1, help="Use this many prompts of each kind. \\[default: all]"),
+        typer.Option(metavar="N", min=1, help="Use this many prompts of each kind. [default: all]"),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all measurements to this file.")
+        Path | None,
+        typer.Option("--json", metavar="PATH", help="Write all measurements to this file."),
     ] = None,
     plot_file: Annotated[
         Path | None,
-        typer.Option("--plot", help="Draw a plot to this PNG file; needs the extra `plot`."),
+        typer.Option(
+            "--plot", metavar="PATH", help="Draw a plot to this PNG file; needs the extra `plot`."
+        ),
     ] = None,
     check_exact: Annotated[
         bool,

@@ -10,19 +10,23 @@ from ..models import builtin, store
 from ..models.known_drafts import KNOWN_DRAFTS
 from .config import ConfigOption, SetOption, settings_or_exit
 from .errors import errors_shown
+from .plain_help import PlainCommand, PlainGroup
 from .progress import ProgressDisplay
 
-models_app = typer.Typer(help="List, fetch, locate and remove models.", no_args_is_help=True)
+models_app = typer.Typer(
+    help="List, fetch, locate and remove models.", no_args_is_help=True, cls=PlainGroup
+)
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="A built-in name, a directory, a GGUF file, or a hub id.")
+    str,
+    typer.Argument(metavar="MODEL", help="A built-in name, a directory, a GGUF file, or a hub id."),
 ]
 RevisionOption = Annotated[
-    str | None, typer.Option(help="Branch, tag or commit, for hub ids only.")
+    str | None, typer.Option(metavar="NAME", help="Branch, tag or commit, for hub ids only.")
 ]
 
 
-@models_app.command("list")
+@models_app.command("list", cls=PlainCommand)
 def list_models() -> None:
     """List the built-in models and what is in the store; hub ids are in the hub's own cache."""
     table = Table(box=None, pad_edge=False)
@@ -43,7 +47,7 @@ def list_models() -> None:
     typer.echo(f"\nin {store.home()}")
 
 
-@models_app.command("drafts")
+@models_app.command("drafts", cls=PlainCommand)
 def list_drafts() -> None:
     """List known drafts: models and heads. A target gets the first that suits it."""
     table = Table(box=None, pad_edge=False)
@@ -57,12 +61,13 @@ def list_drafts() -> None:
     Console().print(table)
 
 
-@models_app.command("fetch")
+@models_app.command("fetch", cls=PlainCommand)
 def fetch_models(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A built-in name, a GGUF file, or a hub id. \\[default: the pair of --config]"
+            metavar="MODEL",
+            help="A built-in name, a GGUF file, or a hub id. [default: the pair of --config]",
         ),
     ] = None,
     revision: RevisionOption = None,
@@ -84,7 +89,7 @@ def fetch_models(
             typer.echo(pair.draft)
 
 
-@models_app.command("path")
+@models_app.command("path", cls=PlainCommand)
 def show_path(model: ModelArgument, revision: RevisionOption = None) -> None:
     """Print the directory of a model that is on this machine; fetches nothing."""
     from ..models.resolve import find
@@ -93,9 +98,11 @@ def show_path(model: ModelArgument, revision: RevisionOption = None) -> None:
         typer.echo(find(model, revision))
 
 
-@models_app.command("remove")
+@models_app.command("remove", cls=PlainCommand)
 def remove_model(
-    name: Annotated[str, typer.Argument(help="A name that `outrider models list` shows.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A name that `outrider models list` shows.")
+    ],
 ) -> None:
     """Delete a model from the store. For hub ids use `hf cache rm`."""
     with errors_shown():

@@ -22,10 +22,16 @@ def run_batch_command(
     model: ModelArgument = None,
     draft: DraftOption = None,
     input_file: Annotated[
-        str, typer.Option("--input", "-i", help="File of requests, one per line; - reads stdin.")
+        str,
+        typer.Option(
+            "--input", "-i", metavar="PATH", help="File of requests, one per line; - reads stdin."
+        ),
     ],
     output_file: Annotated[
-        str, typer.Option("--output", "-o", help="File for the answers; - writes to stdout.")
+        str,
+        typer.Option(
+            "--output", "-o", metavar="PATH", help="File for the answers; - writes to stdout."
+        ),
     ],
     config: ConfigOption = None,
     assignments: SetOption = None,

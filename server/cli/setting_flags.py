@@ -1,14 +1,10 @@
 """Options of a command for every setting, made from the settings' own descriptions."""
 
 import inspect
-import shutil
-import textwrap
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from ..config.flags import SECTIONS, flag_names
 from ..config.settings import Settings
@@ -100,37 +96,3 @@ def _metavar(name: str, kind: str, kinds: list[dict[str, Any]]) -> str:
 
 
 assert tuple(_PANELS) == SECTIONS
-
-
-class PlainHelp(TyperCommand):
-    """A command whose help lists its options in full, however long their names: a table would cut
-    them off."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        width = min(shutil.get_terminal_size().columns, 100)
-        panels: dict[str, list[Any]] = defaultdict(list)
-        for parameter in self.get_params(ctx):
-            panels[getattr(parameter, "rich_help_panel", None) or "Options"].append(parameter)
-        lines = [
-            f"Usage: {ctx.command_path} [OPTIONS] [MODEL]",
-            "",
-            inspect.cleandoc(self.help or ""),
-        ]
-        for panel in sorted(panels, key=["Options", *_PANELS.values()].index):
-            lines += ["", f"{panel}:"]
-            for parameter in panels[panel]:
-                names = ", ".join((*parameter.opts, *parameter.secondary_opts))
-                has_value = not getattr(parameter, "is_flag", False) and parameter.metavar
-                if parameter.param_type_name == "argument":
-                    names = ""
-                lines.append(f"  {names} {parameter.metavar if has_value else ''}".rstrip())
-                text = textwrap.wrap(
-                    (parameter.help or "").replace("\\[", "["),
-                    width - 6,
-                    break_on_hyphens=False,
-                    break_long_words=False,
-                )
-                lines += [f"      {line}" for line in text]
-        if self.epilog:
-            lines += ["", self.epilog.replace("\n\n", "\n").strip()]
-        formatter.write("\n".join(lines) + "\n")

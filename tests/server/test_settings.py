@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from outrider.server.cli import app
@@ -274,8 +275,29 @@ def test_help_shows_every_flag_whole_in_80_columns(monkeypatch: pytest.MonkeyPat
     assert max(map(len, lines)) <= 80
     flags = {part.strip(",") for line in lines for part in line.split() if part.startswith("-")}
     assert flags >= set(flag_names().values())
-    assert "<str>" not in shown
     assert "  --config, -c FILE|NAME" in lines
+
+
+def all_commands() -> list[list[str]]:
+    command = typer.main.get_command(app)
+    models = [["models", name] for name in command.commands["models"].commands]  # type: ignore[attr-defined]
+    return [[], *([name] for name in command.commands), *models]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", all_commands(), ids=" ".join)
+def test_help_of_every_command_has_types_that_people_read(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = CliRunner().invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == lines[0].strip()
+    assert lines[0].startswith("Usage: ")
+    options = [line for line in lines if line.startswith("  -")]
+    assert "  --help" in options
+    assert [line for line in options if "<" in line or line.endswith(" None")] == []
 
 
 def test_flags_set_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
