@@ -302,4 +302,4 @@ def _proposer_name(sources: tuple[SourceName, ...], head: Head | None) -> str | 
 
 def _dtype_name(layers: PagedLayers) -> str:
     name, formats = str(layers.dtype).removeprefix("torch."), layers.weight_formats
-    return f"{name}, weights in {formats}" if formats else name
+    return f"{formats}, computed in {name}" if formats else name

@@ -1,6 +1,7 @@
 """A decoder whose passes run on a CPU in one compiled call each."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from ctypes import addressof, c_int32
 from operator import is_
@@ -100,8 +101,11 @@ class CompiledDecoder(Decoder):
 
     @property
     def weight_formats(self) -> str:
-        num_weights = sum(math.prod(linear.weight.shape) for linear in self.linears)
-        return f"{8 * self.weight_bytes / num_weights:.1f} bits each, CPU kernels"
+        numbers = Counter[str]()
+        for weight in self.weights:
+            numbers[weight.format] += math.prod(weight.shape)
+        ((most_common, _),) = numbers.most_common(1)
+        return f"{most_common}, CPU kernels"
 
     def dtype_of_pages(self, layer: PagedAttention) -> torch.dtype:
         return self.cache_dtype or self.dtype  # it reads bfloat16 as fast, unlike torch's attention

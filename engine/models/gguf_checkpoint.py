@@ -13,7 +13,7 @@ from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
 from .checkpoint import EMBEDDING, AnyCheckpoint, Outputs, ReportCounts, check_shape, num_outputs
 from .gguf_architectures import architecture_of
-from .gguf_file import FILE_NAME, GgufFile
+from .gguf_file import FILE_NAME, Format, GgufFile
 from .narrow_weight import Stacked
 from .shares import Cut
 from .weights import Axis, Dense, Matrix, Tiles
@@ -126,7 +126,8 @@ class GgufCheckpoint(AnyCheckpoint):
             check_shape(name, self._shape_of(name), (num_outputs(size), num_inputs))
         if not self._keeps_width or num_inputs % BLOCK:
             return Dense(self.stacked(*names))
-        parts = [(self._layout_of(name), self._read(name)) for name in names]
+        parts = [(self._format_of(name).layout, self._read(name)) for name in names]
+        file_format = f"{self._format_of(names[0]).bits}-bit GGUF"
         if len({layout for layout, _ in parts}) > 1 and self._architecture.is_compiled:
             # For example if v alone has more bits: merge the unpacked numbers.
             parts = [(Layout.PLAIN, Codes(part.dequantised())) for _, part in parts]
@@ -135,11 +136,12 @@ class GgufCheckpoint(AnyCheckpoint):
             columns = zip(*(codes for _, codes in group), strict=True)
             merged = Codes(*(torch.cat(column) for column in columns if column[0] is not None))
             is_unpacked = merged.scale is None
-            tiles.append(Tiles(pack(merged, Layout.PLAIN if is_unpacked else layout), self.dtype))
+            packed = pack(merged, Layout.PLAIN if is_unpacked else layout)
+            tiles.append(Tiles(packed, self.dtype, file_format))
         return tiles[0] if len(tiles) == 1 else Stacked(tiles)
 
-    def _layout_of(self, name: str) -> Layout:
-        return self._file.format_of(self._architecture.place(name).name).layout
+    def _format_of(self, name: str) -> Format:
+        return self._file.format_of(self._architecture.place(name).name)
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
         place = self._architecture.place(name)

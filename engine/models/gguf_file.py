@@ -34,6 +34,12 @@ class Format(NamedTuple):
     layout: Layout  # keeps the numbers exactly
     read: Callable[[Tensor], Codes]  # of blocks [N, blocks, block_bytes] uint8
 
+    @property
+    def bits(self) -> int:
+        """Of a number, without the scales of its block."""
+        kind, _, _ = self.name.partition("_")
+        return int(kind.lstrip("BFQ"))
+
 
 class UnknownFormatError(ValueError):
     """There is no reader for a tensor's type."""

@@ -225,8 +225,8 @@ class Tiles(Unfused):
     batch_invariant = True
     input_eps = 2**-14  # of a layer, whose attention enlarges the 2**-16 of its products
 
-    def __init__(self, matrix: PackedTiles, dtype: torch.dtype) -> None:
-        self.matrix = matrix
+    def __init__(self, matrix: PackedTiles, dtype: torch.dtype, format: str) -> None:
+        self.matrix, self.format = matrix, format
         self.shape = matrix.shape
         self.num_bytes = matrix.data.nbytes
         self._dtype = dtype
@@ -244,7 +244,7 @@ class Tiles(Unfused):
         # A scale too small for float16 becomes 0, and so do the numbers that it scales.
         codes = (groups / scale.float().clamp_min(1e-12)[..., None]).round().clamp(-127, 127)
         rounded = Codes(codes.to(torch.int8).flatten(1), scale)
-        return Tiles(pack(rounded, Layout.EIGHT_HALF), matrix.dtype)
+        return Tiles(pack(rounded, Layout.EIGHT_HALF), matrix.dtype, "8-bit")
 
     def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
         norm, out, x = fused.get("norm"), fused.get("out"), x.float()

@@ -44,7 +44,7 @@ def linear(rng: random.Random, num_out: int, num_in: int) -> Linear:
         else:
             codes = Codes((whole & 15).to(torch.uint8), scale / 4, -2 * scale)
     bias = 0.1 * torch.randn(num_out) if rng.random() < 0.3 else None
-    return Linear(Tiles(pack(codes, layout), torch.float32), bias)
+    return Linear(Tiles(pack(codes, layout), torch.float32, ""), bias)
 
 
 def norm(width: int) -> Norm:

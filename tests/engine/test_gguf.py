@@ -149,6 +149,16 @@ def test_logits_are_those_of_the_unpacked_model(
 
 
 @needs_layers
+def test_the_format_of_most_numbers_is_shown(directory: Callable[[Type, Type], Path]) -> None:
+    for of_layers, of_embedding, bits in ((Type.Q4_1, Type.Q8_0, 4), (Type.Q6_K, Type.Q4_K, 6)):
+        folder = directory(of_layers, of_embedding)
+        network = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
+        assert network.weight_formats == f"{bits}-bit GGUF, CPU kernels"
+    bits = {each.name: each.bits for each in FORMATS.values()}
+    assert (bits["F32"], bits["F16"], bits["BF16"], bits["Q4_1"]) == (32, 16, 16, 4)
+
+
+@needs_layers
 def test_a_tied_embedding_is_kept_as_the_output_layers_codes_alone(
     directory: Callable[[Type, Type], Path],
 ) -> None:
