@@ -1,4 +1,9 @@
-"""Takes answers in gpt-oss's format apart: messages on channels."""
+"""Takes answers in gpt-oss's format apart: messages on channels.
+
+Not by the package `openai-harmony`: its parser reads tokens of one vocabulary, which it fetches
+over the network at the first use, and knows neither stop strings nor where in the text it is. The
+checkpoint's own chat template writes the prompt.
+"""
 
 import math
 import re
