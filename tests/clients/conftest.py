@@ -77,7 +77,12 @@ def run() -> Run:
     """
 
     def call(
-        package: str, program: str, *arguments: str | Path, cwd: Path = ROOT, **more: str
+        package: str,
+        program: str,
+        *arguments: str | Path,
+        cwd: Path = ROOT,
+        timeout_s: float = 280,
+        **more: str,
     ) -> str:
         folders = [INSTALLED / package / "bin", INSTALLED / package / "node_modules/.bin"]
         path = ":".join([*map(str, folders), os.environ["PATH"]])
@@ -91,7 +96,7 @@ def run() -> Run:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=timeout_s,
         )
         assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
         return finished.stdout

@@ -48,6 +48,7 @@ base_url = "{url}/v1"
 wire_api = "responses"
 request_max_retries = 0
 stream_max_retries = 0
+stream_idle_timeout_ms = 900000
 """
 
 
@@ -220,6 +221,7 @@ def test_aider(agent: Agent) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.timeout(900)  # a busy machine reads its prompt for minutes
 @pytest.mark.clients("node/node_modules/@openai/codex")
 def test_codex_has_a_turn_with_a_real_model(
     run: Run, server: RunningServer, model: str, tmp_path: Path
@@ -230,6 +232,7 @@ def test_codex_has_a_turn_with_a_real_model(
     said = run(
         *("node", "codex", "exec", "--skip-git-repo-check", "--json", "Say hello."),
         cwd=tmp_path,
+        timeout_s=840,
         CODEX_HOME=str(tmp_path),
     )
     *_, message, end = map(json.loads, said.splitlines())
