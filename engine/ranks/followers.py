@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _COMMAND = (sys.executable, "-P", "-m", "outrider.engine.ranks.follower")
 SILENCE_S = 20.0  # after so long without a word a follower counts as hung
+FIRST_WORD_S = 300.0  # the same before the first: it imports torch, perhaps from a cold disk
 _GRACE_S = 3.0  # for the engine to end by itself once it has lost a follower
 _NEWS_S = 1.0  # for the news of a lost follower to come, once an exchange with it has failed
 
@@ -78,11 +79,12 @@ class Followers:
         assert isinstance(target, Decoder)
         keep_bits = [bool(answer) for answer in self._answers()]
         self.send(Op.JOIN)
+        # From here on this process may wait for a lost one for ever, first where they meet.
+        self._lost.is_final = True
         try:
             self.group.join(path_of(self._meeting_fd), target.device)
         except RuntimeError as error:
             raise self.cause_of(error) from error
-        self._lost.is_final = True
         target.batch_invariant &= all(keep_bits)
         return SharedDecoder(target, self.group, self.send, self.cause_of)
 
@@ -222,11 +224,15 @@ class _Follower:
         threading.Thread(target=self._hear, name=f"rank {rank}", daemon=True).start()
 
     def _hear(self) -> None:
-        self.connection.settimeout(SILENCE_S)
+        silence_s = FIRST_WORD_S
+        self.connection.settimeout(silence_s)
         try:
+            receive(self.connection)  # that it lives
+            silence_s = SILENCE_S
+            self.connection.settimeout(silence_s)
             reason = self._listen()
         except TimeoutError:
-            reason = f"it has not been heard for {SILENCE_S:g} s"
+            reason = f"it has not been heard for {silence_s:g} s"
             self.process.kill()
         except (EOFError, OSError):
             reason = describe_exit(self.process.wait())

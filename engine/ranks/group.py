@@ -68,18 +68,22 @@ class Group:
             log.info("GPUs cannot read each other's memory: %s", error)
             peers = None
         own = torch.arange(64.0, device=device).add_(self.rank)[None]
-        parts, is_right = self.gather(own), peers is not None
-        if peers is not None:
+        is_right = False
+        # A rank that has none would keep the others waiting at a barrier.
+        if self._all_say(peers is not None, own):
+            assert peers is not None
             peers.begin()
             place = peers.place(own)
             assert place is not None
             place.copy_(own)
             total = torch.zeros_like(own)
             add_parts(total, peers.parts(), None)
-            is_right = torch.equal(total, parts.sum(0))
-        is_right = bool(self.gather(own.new_full((1, 1), is_right)).all())
+            is_right = self._all_say(torch.equal(total, self.gather(own).sum(0)), own)
         log.info("GPUs read small parts of sums %s", "of each other" if is_right else "by NCCL")
         return peers if is_right else None
+
+    def _all_say(self, answer: bool, like: Tensor) -> bool:
+        return bool(self.gather(like.new_full((1, 1), answer)).all())
 
     def leave(self) -> None:
         if dist.is_initialized():

@@ -5,7 +5,9 @@ On a GPU machine each rank has a GPU (`make gpu-ranks`); elsewhere ranks are pro
 
 import os
 import signal
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +33,9 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.shares import WHOLE, Share
 from outrider.engine.ranks import followers
+from outrider.engine.ranks import group as group_module
 from outrider.engine.ranks.followers import RankLostError
+from outrider.engine.ranks.group import Group
 from outrider.engine.ranks.shared_host_pages import SharedHostPages
 from outrider.engine.ranks.wire import Op
 
@@ -224,6 +228,71 @@ def test_a_follower_that_dies_or_hangs_ends_the_step(
         with pytest.raises(RankLostError, match=reason):
             run(engine, PROMPTS, GREEDY)
         engine.worker.close()
+
+
+def first_frame_of(follower: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What is heard of a process that runs this code, with the socket `s`; None: its loss."""
+    code = f"import socket, sys, time; s = socket.socket(fileno=int(sys.argv[1])); {follower}"
+    monkeypatch.setattr(followers, "_COMMAND", (sys.executable, "-c", code))
+    meeting_fd, lost = os.memfd_create("meeting"), followers._Loss()
+    one = followers._Follower(1, EngineConfig(target=ModelConfig(path="")), meeting_fd, lost)
+    answer = one.answers.get(timeout=30)
+    followers._end([one], lost)
+    os.close(meeting_fd)
+    return answer, lost.reason
+
+
+def test_a_follower_may_start_slowly_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first word it imports torch, from a cold disk perhaps."""
+    monkeypatch.setattr(followers, "SILENCE_S", 0.2)
+    words = [(int(op).to_bytes(8, "little") + bytes(16)) for op in (Op.ALIVE, Op.ANSWER)]
+    speaks = f"time.sleep(0.5); s.sendall({words[0]!r} + {words[1]!r}); time.sleep(60)"
+    answer, reason = first_frame_of(speaks, monkeypatch)
+    assert answer is not None
+    assert reason is None
+    monkeypatch.setattr(followers, "FIRST_WORD_S", 0.1)
+    answer, reason = first_frame_of("time.sleep(60)", monkeypatch)
+    assert answer is None
+    assert reason == "rank 1 of the target: it has not been heard for 0.1 s"
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="forks this process")
+def test_a_follower_that_dies_where_ranks_meet_ends_the_engine(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first would wait for it for half an hour."""
+    path = tiny_model()
+
+    def die(group: Group, *_: Any) -> None:
+        os._exit(9)
+
+    pid = os.fork()
+    if pid == 0:
+        monkeypatch.setattr(followers, "_GRACE_S", 0.2)
+        join = Group.join
+        monkeypatch.setattr(
+            Group, "join", lambda group, *args: (die if group.rank else join)(group, *args)
+        )
+        with forked():
+            Engine(shared(engine_config(path)))
+        os._exit(0)
+    deadline = time.monotonic() + 30
+    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if ended[0] == 0:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == 1
+
+
+def test_peer_memory_is_left_alone_if_one_rank_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would wait for it at a barrier for ever."""
+    peers = Mock()
+    monkeypatch.setattr(group_module, "PeerMemory", lambda device: peers)
+    group = Group(0, 2)
+    monkeypatch.setattr(group, "gather", lambda x: torch.stack((x, torch.zeros_like(x))))
+    assert group._meet_peers(torch.device("cpu")) is None
+    peers.begin.assert_not_called()
 
 
 def test_ranks_leave_no_file_however_they_end(
