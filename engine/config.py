@@ -10,6 +10,15 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftVocabulary:
+    """Of a draft model with another tokenizer than its target."""
+
+    target_ids: tuple[int, ...]  # [V'] the target's id of each of its tokens; -1: it has none
+    read_as: tuple[int, ...]  # [vocab_size] as which of its tokens it reads each of the target's
+    share_of_text: float  # tokens that it can draft, of the target's in ordinary text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """One model of the pair, as a local directory that transformers can load."""
 
@@ -21,6 +30,7 @@ class ModelConfig:
     head_layers: tuple[int, ...] | None = None
     attention_window: int | None = None  # of a head: tokens that its layers attend to, at most
     is_mtp: bool = False  # of a draft: the MTP head in the target's own checkpoint
+    vocabulary: DraftVocabulary | None = None  # of a draft; None: the target's
     tensor_parallel: int = 1  # of a target: processes that share its layers, each with a GPU
 
 

@@ -80,6 +80,7 @@ class Engine:
         max_drafts = worker.slots.max_drafts
         sources = tuple(source.name for source in worker.proposer.sources)
         draft = pair.draft or pair.head
+        vocabulary = self._config.draft and self._config.draft.vocabulary
         return EngineInfo(
             device=self._config.device,
             tensor_parallel=self._config.target.tensor_parallel,
@@ -100,6 +101,7 @@ class Engine:
             num_speculative_tokens=self._config.speculation.max_drafts,
             max_drafts=max_drafts,
             sources=sources,
+            share_of_text=vocabulary.share_of_text if vocabulary else 1.0,
             proposer=_proposer_name(sources, pair.head),
             load_s=self._load_s,
             warm_up_s=self._warm_up_s,

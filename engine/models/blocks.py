@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm
@@ -45,9 +44,6 @@ class Block:
 
 class Stack(PagedLayers):
     """Embedding, blocks, norm and output layer."""
-
-    target_ids: Tensor | None = None  # [V'] tokens that the output layer has rows for; None: all
-    _wide: Tensor | None = None  # [most rows so far, V], -inf for all other tokens
 
     def __init__(
         self, embedding: Tensor, blocks: Sequence[Block], norm: Norm, output_layer: Linear
@@ -93,15 +89,6 @@ class Stack(PagedLayers):
         for i, block in enumerate(self.blocks):
             self.blocks[i] = block.changed(change)
         self.output_layer = change(self.output_layer)
-
-    def widened(self, logits: Tensor) -> Tensor:
-        """The output layer's logits by token id, valid until the next call. [N, V'] -> [N, V]"""
-        if self.target_ids is None:
-            return logits
-        # Graphs write to this tensor: the largest step is rehearsed before any is captured.
-        if self._wide is None or len(self._wide) < len(logits):
-            self._wide = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        return self._wide[: len(logits)].index_copy_(1, self.target_ids, logits)
 
     def through_blocks(self, x: Tensor, normed: Normed | None, batch: ForwardBatch) -> None:
         """Add the outputs of all blocks to x in place. Shape: x, normed [T, hidden]."""

@@ -74,7 +74,8 @@ class CompiledDecoder(Decoder):
         self._is_tied = is_tied
         if is_tied:
             del self.embedding
-        self.target_ids, self.vocab_size = decoder.target_ids, decoder.vocab_size
+        self.token_map = tokens = decoder.token_map
+        self.vocab_size = decoder.vocab_size
         self._held: list[Tensor] = []  # keeps alive what the layers point to
         layers = [layer for block in self.blocks if (layer := _layer_of(block))]
         self._ropes = [layer.rope for layer in layers if layer.rope]
@@ -92,7 +93,8 @@ class CompiledDecoder(Decoder):
             self.dtype == torch.bfloat16,
             self._field(self.norm.weight),
             self._field(self.output_layer),
-            pointer(self.target_ids, torch.int64),
+            pointer(None if tokens is None else tokens.target_ids, torch.int64),
+            pointer(None if tokens is None else tokens.read_as, torch.int64),
         )
 
     @property

@@ -10,6 +10,7 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm
 from .attention import ForwardBatch
 from .blocks import Block, Stack
 from .network import Network, Pass
+from .token_map import TokenMap
 from .weights import Dense, Linear
 
 
@@ -41,13 +42,16 @@ class Decoder(Stack, Network):
     def draft_only(self, token_ids: Tensor) -> None:
         """Keep only these tokens' rows of the output layer; all other logits become -inf.
 
-        Shape: token_ids [V'] int64, each once.
+        Shape: token_ids [V'] int64, each once, as the output layer numbers them.
         """
         weight, bias = self.output_layer.weight, self.output_layer.bias
         assert isinstance(weight, Dense)
         bias = None if bias is None else bias[token_ids]
         self.output_layer = Linear(Dense(weight.matrix[token_ids]), bias)
-        self.target_ids = token_ids
+        whole = self.token_map
+        self.token_map = (
+            TokenMap(token_ids, self.vocab_size) if whole is None else whole.only(token_ids)
+        )
 
     def embedded(self, input_ids: Tensor) -> Tensor:
         """The residual stream in front of the first block. Shape: [T] -> [T, hidden]."""
@@ -60,7 +64,7 @@ class Decoder(Stack, Network):
         return logits if self.logits_divisor == 1 else logits.div_(self.logits_divisor)
 
     def __call__(self, batch: ForwardBatch) -> Pass:
-        x = self.embedded(batch.input_ids)
+        x = self.embedded(self.own_ids(batch.input_ids))
         normed, taps = None, None
         if self.tapped_layers:
             taps = x.new_empty(len(x), len(self.tapped_layers), x.shape[1])

@@ -111,9 +111,10 @@ class HuggingFaceModel(Network):
 
     def __call__(self, batch: ForwardBatch) -> Pass:
         self._batch = batch
-        logits, taps = self._run(batch.input_ids, batch.rows.positions, batch.logits_rows)
+        input_ids = self.own_ids(batch.input_ids)
+        logits, taps = self._run(input_ids, batch.rows.positions, batch.logits_rows)
         place = self.place_of_logits(len(logits))
-        return Pass(logits if place is None else place.copy_(logits), taps)
+        return Pass(self.widened(logits) if place is None else place.copy_(logits), taps)
 
     def _run(
         self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor

@@ -226,6 +226,7 @@ class _Loader:
             return None, f"our decoder computes {reason} differently"
         text_config = self.hf_config.get_text_config()
         warn_of_unread(self.config.path, unread, text_config, ignored)
+        self._translate(decoder)
         if is_cpu:
             decoder = self._packed(decoder)
             self._set_up(decoder)
@@ -234,7 +235,10 @@ class _Loader:
     def _packed(self, decoder: Decoder) -> Decoder:
         """The decoder in the form that is fastest on a CPU."""
         if self.is_draft and isinstance(decoder.output_layer.weight, Dense):
-            drafted = drafted_tokens(Path(self.config.path), decoder.vocab_size)
+            drafted = drafted_tokens(Path(self.config.path), decoder.output_layer.weight.shape[0])
+            if decoder.token_map is not None:
+                common = decoder.token_map.drawn
+                drafted = common if drafted is None else drafted[torch.isin(drafted, common)]
             if drafted is not None:
                 decoder.draft_only(drafted)
         rounds = rounds_weights(self.config, self.is_draft)
@@ -264,7 +268,13 @@ class _Loader:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise UnsupportedModelError(f"transformers' code fails ({reason})") from error
         self._set_up(network)
+        self._translate(network)
         return network
+
+    def _translate(self, draft: Network) -> None:
+        """Have a draft with a vocabulary of its own read and draw tokens of the target."""
+        if self.config.vocabulary is not None:
+            draft.take_vocabulary(self.config.vocabulary)
 
     def _set_up(self, network: Network) -> None:
         """Name a network, and make its rows independent of the batch if that is wanted."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.kernels.model.rows import BatchRows
 
+from ..config import DraftVocabulary
 from ..state.batch import HostBatch
 from ..state.phase import Captured, Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP
@@ -22,6 +23,7 @@ from .admission import UnsupportedModelError
 from .attention import ForwardBatch, PagedAttention
 from .checkpoint import ReportCounts
 from .slot_state import SlotState
+from .token_map import TokenMap
 from .weights import Linear
 
 # Passes with prompts are captured in steps of _ROWS_STEP rows, up to _MOST_ROWS. With more rows a
@@ -43,9 +45,14 @@ class PagedLayers(ABC):
     vocab_size: int  # width of the logits
     cache_dtype: torch.dtype | None = None  # of keys and values; None: the model's
     lookahead: int = 0  # how many tokens after its own the KV of a row depends on
+    token_map: TokenMap | None = None  # of a draft; None: its tokens are the target's
     reads_one_table: bool = False  # whether all its layers must share a block table
     # [num_slots, bytes_per_slot] uint8: a slot's states of all layers lie together
     _states: Tensor | None = None
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """Own logits by the target's token ids, valid until the next call. [N, V'] -> [N, V]"""
+        return logits if self.token_map is None else self.token_map.widened(logits)
 
     @property
     @abstractmethod
@@ -173,11 +180,23 @@ class Network(PagedLayers):
             raise ValueError(f"cannot tap layers {list(layers)}: there are 0 to {last}")
         self.tapped_layers = tuple(sorted(layers))
 
+    def take_vocabulary(self, vocabulary: DraftVocabulary) -> None:
+        """From now on, read tokens by the target's ids, and have logits by these."""
+        num_embeddings = len(self.input_embedding)
+        self.token_map = TokenMap.of(vocabulary, self.vocab_size, num_embeddings, self.device)
+        self.vocab_size = self.token_map.width
+
+    def own_ids(self, input_ids: Tensor) -> Tensor:
+        """The ids that its embedding has rows for. Shape: [T] -> [T]."""
+        return input_ids if self.token_map is None else self.token_map.read(input_ids)
+
     def reserve_logits(self, max_rows: int) -> None:
         """Write up to `max_rows` rows of logits to one fixed tensor, for all shapes of passes.
 
         Graphs that read logits then need no copy, and the graphs of all shapes share the tensor.
         """
+        if self.token_map is not None:  # which has such a tensor
+            return
         if self._logits is None or len(self._logits) < max_rows:
             self._logits = torch.empty(
                 max_rows, self.vocab_size, dtype=self.dtype, device=self.device

@@ -109,6 +109,13 @@ class ModelPair:
                     f"the vocabulary has {self.vocab_size} tokens"
                 )
 
+        vocabulary = config.draft and config.draft.vocabulary
+        if vocabulary and len(vocabulary.read_as) != self.vocab_size:
+            raise ValueError(
+                f"the draft can read {len(vocabulary.read_as)} tokens; the vocabulary has "
+                f"{self.vocab_size}"
+            )
+
         self.page_size = config.cache.page_size_tokens
         self.max_model_len = config.max_model_len or self.target.max_positions
         if self.max_model_len > self.target.max_positions:

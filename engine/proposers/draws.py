@@ -122,7 +122,8 @@ class Draws:
             num_drawn_np[seqs_np] += 1
             goes_on_np = wanted_np[seqs_np] > j + 1
             if looks and confidence is None and goes_on_np.any():
-                chance_np[seqs_np] *= cpu.probabilities(logits, token_ids)
+                known = logits[:, : self._slots.vocab_size]
+                chance_np[seqs_np] *= cpu.probabilities(known, token_ids)
                 goes_on_np &= chance_np[seqs_np] >= least_np[seqs_np]
             if not goes_on_np.any():
                 break

@@ -23,6 +23,7 @@ struct Decoder {
     const float* norm;         // [hidden]
     Matrix output_layer;
     const int64_t* drafted;    // [output_layer.n] the token of each output; null: its number
+    const int64_t* read_as;    // [vocab] the embedding of each token; null: of its number
 };
 }
 
@@ -35,6 +36,7 @@ struct Buffers {
 
 void embed(const Decoder& model, int64_t token, float* x) {
     const int hidden = model.shape.hidden;
+    if (model.read_as != nullptr) token = model.read_as[token];
     if (model.embedding == nullptr)
         unpack_rows(model.output_layer, token, 1, x);
     else if (model.embedding_is_bf16)

@@ -71,7 +71,7 @@ class Decoder(Structure):
         ("embedding_is_bf16", c_int32),
         ("norm", c_void_p),
         ("output_layer", Matrix),
-        ("drafted", c_void_p),
+        *fields(c_void_p, "drafted read_as"),
     )
 
 

@@ -360,7 +360,7 @@ PUBLIC void outrider_draft(
             const int s = sequence[i];
             bool goes_on = counts[s] > j + 1;
             if (goes_on && least[s] > 0) {
-                const RawRow row = {row_of(step, i).data, step.is_bf16, batch.vocab_size};
+                const RawRow row = {row_of(step, i).data, step.is_bf16, step.vocab_size};
                 chance[s] *= row.probability(drawn[i]);
                 goes_on = chance[s] >= least[s];
             }

@@ -38,7 +38,7 @@ DraftOption = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="A smaller model with the same tokenizer, a head, or mtp. [default: the best known]",
+        help="A smaller model of the same family, a head, or mtp. [default: the best known]",
         rich_help_panel="Draft",
     ),
 ]

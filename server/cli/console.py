@@ -43,6 +43,8 @@ def _summary(
         is_named = info.proposer in ("draft_model", settings.draft.model)
         kind = "" if is_named else f"{info.proposer}, "
         draft = f"{settings.draft.model} ({kind}{info.draft_dtype}), k = {k}"
+        if info.share_of_text < 1:
+            draft += f", another tokenizer with {info.share_of_text:.0%} of text in common"
     loaded = f"{info.load_s:.1f} s"
     if info.device != "cpu":
         loaded += f", of which {info.warm_up_s:.1f} s to warm up"

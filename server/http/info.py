@@ -18,6 +18,7 @@ class SpeculationInfo(APIResponse):
     sources: list[str]  # of drafts, as `speculation.sources` of a request names them
     proposer: str | None  # what draws drafts, or the last source; null: the target decodes plainly
     num_speculative_tokens: int  # drafts of a model in a step, at most
+    share_of_text: float  # of the target's tokens in ordinary text, those that the draft has, too
     adaptive: bool  # whether fewer are drafted if that is faster
     verification: Verification  # for requests that name none
 
@@ -83,6 +84,7 @@ def _engine(service: Service, pair: Settings) -> EngineDetails | None:
             sources=list(info.sources),
             proposer=info.proposer,
             num_speculative_tokens=info.num_speculative_tokens,
+            share_of_text=info.share_of_text,
             adaptive=pair.speculation.adaptive,
             verification=pair.speculation.verification,
         ),

@@ -4,13 +4,14 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from outrider.engine.api import ReportProgress, ignore_progress
 from outrider.engine.config import (
     CacheConfig,
+    DraftVocabulary,
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
@@ -23,9 +24,9 @@ from ..config.settings import MTP, DraftSettings, Settings, TargetSettings
 from ..text.chat_template import read_template
 from ..text.tokenizer import Tokenizer, TokenizerData
 from .choice import choose, with_proposer, without_draft
-from .compatibility import Vocabulary, shared_vocab_size
 from .resolve import resolve
 from .store import ModelError
+from .vocabulary import SAMPLE, Vocabulary, draft_vocabulary, shared_vocab_size
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class DraftError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Local directories of a target and its draft, which share a tokenizer."""
+    """Local directories of a target and its draft."""
 
     settings: Settings  # with a k, and a proposer and its draft in place of `auto`
     target: Path
@@ -45,6 +46,7 @@ class Pair:
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerData
     token_table: TokenTable | None = None  # None: grammars cannot be followed
+    draft_vocabulary: DraftVocabulary | None = None  # None: the target's
 
 
 def prepare_pair(settings: Settings, report: ReportProgress = ignore_progress) -> Pair:
@@ -102,35 +104,36 @@ def _pair(
 
     tokenizer = _tokenizer(target, settings.target)
     tokenizer.chat_template = template or tokenizer.chat_template
-    vocabulary = _vocabulary(config, tokenizer)
-    vocab_size = vocabulary.size
-    draft = None
+    vocab_size = Vocabulary.of(tokenizer, config.vocab_size).size
+    draft = vocabulary = None
     speculation = settings.speculation
     if "draft_model" in speculation.sources and speculation.num_speculative_tokens:
         assert settings.draft.model is not None  # ensured by the settings
         with _naming("draft.model", settings.draft.model, DraftError):
-            draft, vocab_size = _draft(settings.draft, target, config, vocabulary, report)
+            draft = _draft(settings.draft, target, config, report)
+            if settings.draft.model != MTP and not head_kind(draft):
+                own = _config(draft, settings.draft), _tokenizer(draft, settings.draft)
+                vocab_size, vocabulary = _common_vocabulary((config, tokenizer), own)
     try:
         ids = eos_token_ids(target, config, tokenizer)
         data = TokenizerData.of(tokenizer, config.model_type)
     except ValueError as error:
         raise ModelError(f"{target} cannot be served: {error}") from None
     token_table = _token_table(data, vocab_size)
-    return Pair(settings, target, draft, vocab_size, ids, data, token_table)
+    return Pair(settings, target, draft, vocab_size, ids, data, token_table, vocabulary)
 
 
 def _draft(
     settings: DraftSettings,
     target: Path,
     config: Any,
-    vocabulary: Vocabulary,
     report: ReportProgress,
-) -> tuple[Path, int]:
-    """The draft's directory, and the pair's vocabulary size. `config` is the target's."""
+) -> Path:
+    """The draft's directory. `config` is the target's."""
     assert settings.model is not None
     if settings.model == MTP:
         _check_mtp(target, settings)
-        return target, vocabulary.size
+        return target
     draft = resolve(
         settings.model,
         settings.revision,
@@ -140,9 +143,32 @@ def _draft(
     )
     if head_kind(draft):  # a head uses its target's tokenizer; the engine checks the rest
         _check_head(draft, config, settings)
-        return draft, vocabulary.size
-    draft_vocabulary = _vocabulary(_config(draft, settings), _tokenizer(draft, settings))
-    return draft, shared_vocab_size(vocabulary, draft_vocabulary)
+    return draft
+
+
+def _common_vocabulary(
+    target: tuple[Any, Any], draft: tuple[Any, Any]
+) -> tuple[int, DraftVocabulary | None]:
+    """The pair's vocabulary size and, if ids mean other tokens to the draft, which.
+
+    Each is a config and a tokenizer.
+    """
+    ours, theirs = (
+        Vocabulary.of(tokenizer, config.vocab_size) for config, tokenizer in (target, draft)
+    )
+    if (size := shared_vocab_size(ours, theirs)) is not None:
+        return size, None
+    sample_ids = target[1](SAMPLE, add_special_tokens=False).input_ids
+    found = draft_vocabulary(ours, theirs, sample_ids)
+    num_common = sum(i >= 0 for i in found.target_ids)
+    log.info(
+        "the draft has another tokenizer, with %.0f%% of the target's tokens in ordinary text, and "
+        "%d of all its %d; it drafts these alone",
+        100 * found.share_of_text,
+        num_common,
+        ours.size,
+    )
+    return ours.size, found
 
 
 def engine_config(pair: Pair) -> EngineConfig:
@@ -155,7 +181,10 @@ def engine_config(pair: Pair) -> EngineConfig:
     return EngineConfig(
         target=_model_config(pair.target, dtype, settings.target),
         draft=(
-            _model_config(pair.draft, settings.draft.dtype or dtype, settings.draft)
+            replace(
+                _model_config(pair.draft, settings.draft.dtype or dtype, settings.draft),
+                vocabulary=pair.draft_vocabulary,
+            )
             if pair.draft
             else None
         ),
@@ -290,12 +319,3 @@ def _config(directory: Path, settings: TargetSettings | DraftSettings) -> Any:
     except (ValueError, OSError, KeyError) as error:
         raise ModelError(f"cannot read the config of {directory}: {error}") from error
     return config.get_text_config()
-
-
-def _vocabulary(config: Any, tokenizer: Any) -> Vocabulary:
-    return Vocabulary(
-        token_ids=tokenizer.get_vocab(),
-        special_ids=frozenset(tokenizer.all_special_ids)
-        | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special},
-        width=config.vocab_size,
-    )

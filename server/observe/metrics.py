@@ -160,6 +160,10 @@ class _EngineCollector(Collector):
                 "Processes that share the target, each with a device.",
                 self._client.info.tensor_parallel if self._client.info is not None else 1,
             ),
+            "outrider_draft_share_of_text": (
+                "Of the target's tokens in ordinary text, those that the draft has, too: 0 to 1.",
+                self._client.info.share_of_text if self._client.info is not None else 1,
+            ),
             "outrider_requests_running": ("Sequences in the batch.", stats.num_running),
             "outrider_requests_waiting": ("Sequences in the queue.", stats.num_waiting),
             "outrider_pages_used": ("KV cache pages held by live sequences.", stats.pages_used),

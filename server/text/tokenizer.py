@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # stands for a part of a character
-_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -30,7 +30,7 @@ def _byte_of_char() -> dict[str, int]:
     }
 
 
-_BYTE_OF_CHAR = _byte_of_char()
+BYTE_OF_CHAR = _byte_of_char()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +164,8 @@ class Tokenizer:
         text = self.token_text(token_id)
         piece = self.backend.id_to_token(token_id)
         if INCOMPLETE in text and piece is not None:
-            if found := _BYTE_PIECE.fullmatch(piece):
+            if found := BYTE_PIECE.fullmatch(piece):
                 return bytes.fromhex(found[1])
-            if all(char in _BYTE_OF_CHAR for char in piece):
-                return bytes(_BYTE_OF_CHAR[char] for char in piece)
+            if all(char in BYTE_OF_CHAR for char in piece):
+                return bytes(BYTE_OF_CHAR[char] for char in piece)
         return text.encode()

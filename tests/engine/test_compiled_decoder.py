@@ -17,6 +17,7 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.network import Network
 from outrider.engine.models.parts.attention import Attention
 from outrider.engine.models.parts.gated_mlp import GatedMLP
+from outrider.engine.models.token_map import TokenMap
 from outrider.engine.models.weights import Linear, Tiles
 from outrider.kernels.cpu import layers
 from outrider.kernels.cpu.packing import Codes, Layout, pack
@@ -74,8 +75,10 @@ def decoder(rng: random.Random) -> Decoder:
         for _ in range(2)
     ]
     made = Decoder(torch.randn(103, hidden), blocks, norm(hidden), linear(rng, num_outputs, hidden))
-    made.vocab_size = 103
-    made.target_ids = torch.randperm(103)[:num_outputs]
+    # What is no token of the target is written behind its vocabulary of 103.
+    places = torch.randperm(103)[:num_outputs].where(torch.rand(num_outputs) < 0.8, 103)
+    made.token_map = TokenMap(places, 104, torch.randint(103, (103,)))
+    made.vocab_size = 104
     return made
 
 
@@ -99,7 +102,7 @@ def logits(
         batch = ForwardBatch(ids, rows, every_row, table[None], page_size, known)
         with torch.inference_mode():
             out[slot, position] = network(batch).logits
-    return out
+    return out[..., :103]
 
 
 def in_parts(rng: random.Random, num_slots: int, length: int) -> list[Runs]:

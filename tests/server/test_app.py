@@ -341,6 +341,7 @@ def test_metrics_count_outcomes_and_show_the_engine(serve: Serve) -> None:
         'outrider_requests_total{outcome="ok",path="/v1/completions"} 2.0',
         'outrider_requests_total{outcome="invalid",path="/v1/completions"} 1.0',
         'outrider_requests_total{outcome="invalid",path="other"} 1.0',
+        "outrider_draft_share_of_text 1.0",
         "outrider_requests_running 3.0",
         "outrider_requests_waiting 2.0",
         "outrider_pages_used 5.0",

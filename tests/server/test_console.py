@@ -106,6 +106,23 @@ def test_summary_names_the_draft_and_its_kind(
     assert f"draft: {says}" in caplog.text
 
 
+def test_summary_says_how_much_another_tokenizer_has_in_common(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings, plain = (
+        load_settings(assignments=["draft.model=other"], environ={}),
+        idle_client().info,
+    )
+    assert plain is not None
+    caplog.set_level(logging.INFO, "outrider.server")
+    plain = replace(plain, proposer="draft_model", draft_dtype="float32")
+    for info in (plain, replace(plain, share_of_text=0.973)):
+        caplog.clear()
+        show_summary(settings, info, HERMES, "http://127.0.0.1:8000", Console(file=io.StringIO()))
+        says = "other (float32), k = 4, another tokenizer with 97% of text in common"
+        assert (says in caplog.text) == (info is not plain)
+
+
 @pytest.mark.parametrize(
     ("device", "says"),
     [("cuda", "device: cuda, 2 GPUs share"), ("cpu", "device: cpu, 2 processes share the target")],

@@ -9,9 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 from heads import save_tiny_head
-from tiny_pairs import save_tiny_model_with_tokenizer
+from tiny_pairs import (
+    NUM_TOKENS,
+    save_tiny_model_with_few_tokens,
+    save_tiny_model_with_other_tokenizer,
+    save_tiny_model_with_tokenizer,
+    write_tiny_gguf,
+)
 from tokenizers_for_tests import byte_level_wrapper
 
+from outrider.engine.config import DraftVocabulary
 from outrider.server.config.settings_loader import load_settings
 from outrider.server.models.pair import Pair, engine_config, prepare_pair, resolve_device
 from outrider.server.models.prepare import Prepared, prepare
@@ -46,6 +53,64 @@ def test_a_pair_of_one_tokenizer_is_described_for_the_engine(models: Path) -> No
     assert config.vocab_size == found.vocab_size < 512  # the draft's padding does not count
     assert (config.device, config.cache.num_pages) == ("cpu", 64)
     assert config.speculation.num_speculative_tokens == 4
+
+
+def test_a_draft_of_another_tokenizer_drafts_the_common_tokens(
+    models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "outrider")
+    draft = save_tiny_model_with_other_tokenizer(tmp_path / "other", num_hidden_layers=1)
+    settings = settings_for(models, "draft", f"draft.model={draft}", "target.dtype=float32")
+    found = prepare_pair(settings)
+    config = engine_config(found)
+    assert config.draft is not None
+    assert config.vocab_size == found.vocab_size
+    a, b = (Tokenizer(found.tokenizer).id_of(letter) for letter in "ab")
+    same = [b if i == a else a if i == b else i for i in range(found.vocab_size)]
+    assert config.draft.vocabulary == DraftVocabulary(
+        target_ids=tuple(same), read_as=tuple(same), share_of_text=1.0
+    )
+    assert (
+        "with 100% of the target's tokens in ordinary text, and 360 of all its 360" in caplog.text
+    )
+
+
+def test_a_gguf_file_drafts_for_a_directory_of_another_tokenizer(
+    models: Path, tmp_path: Path
+) -> None:
+    draft = write_tiny_gguf(tmp_path / "draft.gguf")
+    config = engine_config(prepare_pair(settings_for(models, "draft", f"draft.model={draft}")))
+    assert config.draft is not None
+    assert (vocabulary := config.draft.vocabulary) is not None
+    assert len(vocabulary.target_ids) == NUM_TOKENS
+    assert 0.5 < vocabulary.share_of_text < 1
+    assert config.vocab_size == len(vocabulary.read_as) == 360
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "says"),
+    [
+        (None, r"has no tokenizer \(tokenizer\.json or tokenizer\.model\)"),
+        ("{}", "cannot load the tokenizer of .*draft"),
+        ("few", "another tokenizer, with 0% of the target's tokens in ordinary text"),
+        ("more", "its tokenizer has 360 tokens, but its model 300: one of the two is another mod"),
+    ],
+)
+def test_a_draft_whose_tokenizer_cannot_be_used_is_refused(
+    tokenizer: str | None, says: str, models: Path, tmp_path: Path
+) -> None:
+    if tokenizer == "few":
+        draft = save_tiny_model_with_few_tokens(tmp_path / "draft")
+    else:
+        size = 300 if tokenizer == "more" else 360
+        draft = save_tiny_model_with_tokenizer(tmp_path / "draft", vocab_size=size)
+    if tokenizer in (None, "{}"):
+        for file in draft.glob("tokenizer*"):
+            file.unlink()
+        if tokenizer is not None:
+            (draft / "tokenizer.json").write_text(tokenizer)
+    with pytest.raises(ModelError, match=f"(?s)draft\\.model = .*{says}"):
+        prepare_pair(settings_for(models, "draft", f"draft.model={draft}"))
 
 
 @pytest.mark.deep

@@ -11,7 +11,10 @@ from gguf.quants import quantize
 from mtp import save_tiny_mtp_model
 from tiny_gguf import Llama, write_out
 from tiny_models import save_tiny_model
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 from tokenizers_for_tests import byte_level_wrapper
+from transformers import PreTrainedTokenizerFast
 
 
 def save_tiny_model_with_tokenizer(path: Path, *, has_mtp: bool = False, **overrides: Any) -> Path:
@@ -31,6 +34,14 @@ def save_tiny_model_with_other_tokenizer(path: Path, **overrides: Any) -> Path:
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return path
+
+
+def save_tiny_model_with_few_tokens(path: Path, **overrides: Any) -> Path:
+    """A directory whose tokenizer knows hardly any text."""
+    backend = Backend(WordLevel({"<unk>": 0, "the": 1, "of": 2}, unk_token="<unk>"))
+    save_tiny_model(path, vocab_size=3, **overrides)
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(path)
     return path
 
 

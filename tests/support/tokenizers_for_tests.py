@@ -49,6 +49,11 @@ def byte_level_wrapper() -> PreTrainedTokenizerFast:
 
 def byte_fallback_tokenizer() -> Tokenizer:
     """As Llama 2's: words begin with a marker for their space, unknown characters become bytes."""
+    return Tokenizer.of(byte_fallback_wrapper())
+
+
+def byte_fallback_wrapper() -> PreTrainedTokenizerFast:
+    """The same, as transformers has it."""
     words = ["▁", "▁Hello", "▁world", "▁the", "capital", "▁is", "▁Paris", "▁capital", "▁of", "ñ"]
     vocab = {EOS: 0, "<unk>": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
     vocab |= {word: len(vocab) + i for i, word in enumerate(words)}
@@ -66,4 +71,16 @@ def byte_fallback_tokenizer() -> Tokenizer:
         ]
     )
     backend.add_special_tokens([EOS])
-    return Tokenizer.of(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)
+
+
+def unigram_wrapper() -> PreTrainedTokenizerFast:
+    """As T5's: pieces of words with their probabilities."""
+    backend = Backend(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=100, special_tokens=["</s>", "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    backend.train_from_iterator([SAMPLE] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")

@@ -9,6 +9,7 @@ from outrider.kernels.model.rms_norm import Norm
 
 from ..attention import ForwardBatch
 from ..blocks import Block, Stack
+from ..token_map import TokenMap
 from ..weights import Change, Layer, Linear, Weight
 
 
@@ -35,7 +36,7 @@ class Head(Stack):
         """
         super().__init__(embedding, blocks, norm, output_layer)
         self.fc = fc
-        self.target_ids = target_ids
+        self.token_map = None if target_ids is None else TokenMap(target_ids, vocab_size)
         self.vocab_size = vocab_size
 
     @property
