@@ -80,9 +80,9 @@ class DraftSettings(_ModelSettings):
     model: str | None = Field(
         default=None,
         min_length=1,
-        description="A model, as in target.model, with the target's tokenizer; or a head made for "
-        "the target; or mtp, the MTP head in the target's own checkpoint. Unset: the best known "
-        "draft for the target, if speculation.proposer is auto.",
+        description="A model, as in target.model, best with the target's tokenizer; or a head made "
+        "for the target; or mtp, the MTP head in the target's own checkpoint. Unset: the best "
+        "known draft for the target, if speculation.proposer is auto.",
     )
     head_layers: tuple[int, ...] | None = Field(
         default=None,
@@ -344,7 +344,7 @@ class Settings(Section):
         if "draft_model" in self.speculation.proposer and self.draft.model is None:
             raise ValueError(
                 "speculation.proposer has draft_model and draft.model is not set; name a draft "
-                "with the target's tokenizer, or leave the proposer at 'auto', which knows some"
+                "of the target's family, or leave the proposer at 'auto', which knows some"
             )
         return self
 
