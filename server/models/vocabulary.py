@@ -11,11 +11,10 @@ from outrider.engine.config import DraftVocabulary
 from ..text.tokenizer import BYTE_OF_CHAR, BYTE_PIECE
 from .store import ModelError
 
-# Of the target's tokens in ordinary text, those that a draft must have, too. A draft of another
-# tokenizer can be right only where the next token is common, and has read what went before as it is
-# only as far as that is common: so at a share s it is right about s * s as often as a draft of the
-# same tokenizer, which is right 7 times in 10. At 0.5 that is one draft in six, and a pass of a
-# small draft takes a tenth of the target's: below, next to nothing is left to gain.
+# Of the target's tokens in ordinary text, those that a draft must have, too. Counted with the
+# default pair at temperature 0, k = 1, and tokens left out at random: 70% of drafts were accepted
+# with all tokens in common, 48% with 79% of the answers' tokens, 31% with 57%, 20% with 45%. One in
+# four, as at 0.5, is worth a quarter of a step, and a small draft's pass costs a tenth to a fifth.
 LEAST_SHARE = 0.5
 _SHOWN = 5
 SAMPLE = """\
