@@ -354,8 +354,12 @@ class Checkpoint(AnyCheckpoint):
         try:
             return self.share.of_narrow(matrix, cut)
         except ValueError as reason:
+            # An order goes across all groups.
+            num_groups = 1 if matrix.order is not None else matrix.num_in // matrix.group
+            works = [str(n) for n in range(1, num_groups + 1) if num_groups % n == 0]
             raise SharedScaleError(
-                f"{layer} cannot be shared by {self.share.size}: {reason}"
+                f"{layer} cannot be shared by {self.share.size}: {reason}; it can be by "
+                f"{', '.join(works)} (target.tensor_parallel)"
             ) from None
 
     def _narrow(self, matrix: NarrowMatrix) -> Matrix:

@@ -87,8 +87,11 @@ def test_two_ranks_round_plain_weights_alike(tiny_model: Tiny, pair: RankGroup) 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("fp8 of blocks", "128 inputs share a scale, which 192 inputs would cut"),
-        ("gptq, act-order", "its inputs have an order of their own"),
+        (
+            "fp8 of blocks",
+            "128 inputs share a scale, which 192 inputs would cut; it can be by 1, 3 ",
+        ),
+        ("gptq, act-order", "its inputs have an order of their own .*; it can be by 1 "),
     ],
 )
 def test_scales_that_ranks_would_cut_are_refused(
