@@ -145,7 +145,7 @@ class TokenLogprobs:
     rank: int | None = None  # 1 is the most likely token; for prompt tokens only
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: every step makes one for each sequence
 class RequestOutput:
     """New tokens of one sequence; `finish_reason` is set on the last output.
 

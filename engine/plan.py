@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import isnan
 from typing import NamedTuple
 
@@ -66,22 +67,22 @@ class ScheduledRequest:
     num_prompt_logits: int = field(init=False)
 
     def __post_init__(self) -> None:
-        request = self.request
+        request, memory = self.request, self.request.memory
         assert request.slot is not None
-        self.slot, self.memory = request.slot, request.memory
-        self.start = (
-            -1 if request.is_in_flight else self.memory.num_computed_tokens - request.num_tokens
-        )
+        self.slot, self.memory = request.slot, memory
+        is_in_flight = request.is_in_flight
+        self.start = -1 if is_in_flight else memory.num_computed_tokens - request.num_tokens
         self.end = request.most_tokens + self.start + self.num_new_tokens
-        self.draws = self.relative_end == 0
-        first = max(self.memory.num_computed_tokens, request.num_scored_tokens)
-        last = min(self.end, request.num_prompt_tokens - 1)
-        self.num_prompt_logits = 0 if request.is_in_flight else max(0, last - first)
+        self.draws = self.start + self.num_new_tokens == 0
+        self.num_prompt_logits = 0
+        if not is_in_flight:
+            first = max(memory.num_computed_tokens, request.num_scored_tokens)
+            last = min(self.end, request.num_prompt_tokens - 1)
+            self.num_prompt_logits = max(0, last - first)
 
     def forgo_lookup(self) -> None:
         """Have no looked-up drafts: no more rows than it has got may be drawn from a model."""
-        if self.wish is not None:
-            self.wish, self.max_drafts = None, min(self.max_drawn, self.max_drafts)
+        self.wish, self.max_drafts = None, min(self.max_drawn, self.max_drafts)
 
     @property
     def relative_end(self) -> int:
@@ -103,6 +104,16 @@ class ScheduledRequest:
         if not request.reports_prompt or request.num_output_tokens:
             return None
         return min(self.end, request.num_prompt_tokens)
+
+    @property
+    def concerns_sources(self) -> bool:
+        """Whether any source of drafts must know of this step: most plain steps concern none."""
+        return (
+            self.max_drafts > 0
+            or self.is_drafted_for
+            or self.wish is not None
+            or self.request.grammar is not None
+        )
 
     @property
     def is_looked_up(self) -> bool:
@@ -128,7 +139,7 @@ class ScheduledRequest:
         )
 
 
-@dataclass(slots=True)
+@dataclass
 class Plan:
     """One step: B sequences in batch order. Row i of every per-request array is `scheduled[i]`."""
 
@@ -148,9 +159,9 @@ class Plan:
         for scheduled, count in zip(self.scheduled, num_drafts, strict=True):
             scheduled.num_drafts = count
 
-    @property
+    @cached_property
     def drawing(self) -> list[ScheduledRequest]:
-        """The sequences that get new tokens in this step, in batch order."""
+        """The sequences that get new tokens in this step, in batch order; once it is planned."""
         return [s for s in self.scheduled if s.draws]
 
     @property

@@ -55,6 +55,7 @@ class Request:
         self.grammar: Grammar | None = None  # the engine sets it; compiled by the first step
 
         self.speculates = True
+        self.next_wish = 0.0  # how many tokens must be known before drafts are looked up again
         self.acceptance = OwnAcceptance()
         self.arrival_s = time.perf_counter()
         self.queue_s = 0.0
@@ -80,12 +81,12 @@ class Request:
     @property
     def decodes(self) -> bool:
         """Whether all its known tokens but the last have KV."""
-        return self.is_in_flight or self.num_uncomputed_tokens == 1
+        return self.num_drafts_in_flight is not None or self.num_uncomputed_tokens == 1
 
     @property
     def least_tokens(self) -> int:
         """The fewest tokens that the device may know once the step in flight is done."""
-        return self.num_tokens + self.is_in_flight
+        return len(self.token_ids) + (self.num_drafts_in_flight is not None)
 
     @property
     def most_tokens(self) -> int:

@@ -208,13 +208,14 @@ class DeviceMemory:
 
     def allocate(self, memory: SequenceMemory, num_tokens: int) -> bool:
         """Get pages for the first `num_tokens` positions; False, and no change, if too few."""
-        num_columns = self.pages_for(num_tokens)
-        of_groups = list(zip(self._groups, memory.pages, strict=True))
-        if any(num_columns - len(pages) > group.num_free for group, pages in of_groups):
+        first = len(memory.pages[0])  # of all groups
+        num_new = self.pages_for(num_tokens) - first
+        if num_new <= 0:
+            return True
+        if any(num_new > group.num_free for group in self._groups):
             return False
-        for g, (_, pages) in enumerate(of_groups):
-            first = len(pages)
-            for column, page in enumerate(self._take(g, num_columns - first), first):
+        for g in range(len(self._groups)):
+            for column, page in enumerate(self._take(g, num_new), first):
                 memory.set_page(g, column, page)
         return True
 
@@ -273,21 +274,22 @@ class DeviceMemory:
         num_drafted = min(memory.num_draft_computed_tokens, num_known)
         num_found = min(memory.num_computed_tokens, num_drafted if self._has_head else num_known)
         num_full = num_found // self.page_size
-        hashes = memory.hash_pages(num_full, self.page_size, self._lookahead)
-        for i in range(memory.num_recorded_pages, num_full):
-            # If another sequence recorded the same tokens first, this page stays private.
-            is_first = [
-                group.record(pages[i], hashes[i])
-                for group, pages in zip(self._groups, memory.pages, strict=True)
-                if pages[i] != DUMMY_PAGE
-            ]
-            if is_first[0] and self._announcements is not None:
-                self._announcements.stored(memory, i)
-        memory.num_recorded_pages = max(memory.num_recorded_pages, num_full)
-
-        num_full = num_drafted // self.page_size
-        self._pages_with_draft.update(memory.pages[0][memory.num_recorded_draft_pages : num_full])
-        memory.num_recorded_draft_pages = max(memory.num_recorded_draft_pages, num_full)
+        if num_full > memory.num_recorded_pages:
+            hashes = memory.hash_pages(num_full, self.page_size, self._lookahead)
+            for i in range(memory.num_recorded_pages, num_full):
+                # If another sequence recorded the same tokens first, this page stays private.
+                is_first = [
+                    group.record(pages[i], hashes[i])
+                    for group, pages in zip(self._groups, memory.pages, strict=True)
+                    if pages[i] != DUMMY_PAGE
+                ]
+                if is_first[0] and self._announcements is not None:
+                    self._announcements.stored(memory, i)
+            memory.num_recorded_pages = num_full
+        num_full, first = num_drafted // self.page_size, memory.num_recorded_draft_pages
+        if num_full > first:
+            self._pages_with_draft.update(memory.pages[0][first:num_full])
+            memory.num_recorded_draft_pages = num_full
 
     def forget(self, memory: SequenceMemory) -> None:
         """Let nobody find pages of a sequence's tokens any more: their KV may be NaN.

@@ -32,7 +32,7 @@ def build_proposer(
 
     def build(name: SourceName) -> Source:
         if name == "prediction":
-            return Lookup(name, Prediction.of, slots)
+            return Lookup(name, Prediction.of, slots, looks_at_once=True)  # its client asks for it
         if name == "grammar":
             return ForcedTokens(config.token_table.token_bytes if config.token_table else (), slots)
         if name == "suffix":

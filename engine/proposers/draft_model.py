@@ -65,9 +65,9 @@ class DraftModel(Source):
         report_graphs = partial(report, "capturing the draft's graphs")
         self.draws.capture(self._draft.capture(2, self._most_rows, False, report_graphs))
 
-    def can_draft(self, request: Request) -> bool:
+    def can_draft(self, requests: list[Request]) -> list[Request]:
         """Not behind drafts in flight that it has not read: nobody knows how many are accepted."""
-        return not request.drafts_in_flight
+        return [request for request in requests if not request.drafts_in_flight]
 
     def propose(self, plan: Plan, wanted: Counts) -> Counts:
         """Compute, in one ragged batch, what the draft has not computed yet, and then draft."""

@@ -32,25 +32,39 @@ class Text(Protocol):
         """What may follow these known tokens, at most so many; None: nothing is known of it."""
 
 
-MOST_PAUSE = 32  # tokens between lookups of a sequence
+MOST_PAUSE = 32  # tokens between lookups of a sequence: of so many sequences, or fewer
+_GOLDEN = 0.618  # its multiples, modulo 1, are spread evenly
 
 Wished = list[tuple[ScheduledRequest, list[int]]]
 
 
 class Pauses:
-    """How long lookups that bring nothing pause, over all sequences of a source, in tokens."""
+    """How long lookups that bring nothing pause, over all sequences of a source, in tokens.
+
+    The more sequences there are, the longer each pauses, so that a step has few such lookups.
+    """
 
     _GROWTH = 1.3  # of a sequence's pauses
     _LONGER, _SHORTER = 1.1, 0.8  # the usual one, by a lookup in vain and by one drafted from
+    _MOST_EACH = 4  # tokens of the longest pause for each sequence: a lookup every so many steps
 
     def __init__(self, most: int) -> None:
         self._most, self._usual = most, 1.0
+        self._num_begun = 0
 
-    def after(self, pause: float) -> float:
+    def first(self) -> float:
+        """The pause of a new sequence. They differ, so that some look up however short answers are:
+        the next text may be another kind.
+        """
+        self._num_begun += 1
+        is_useful = self._usual <= 1.0
+        return 0.0 if is_useful else self._usual * (self._num_begun * _GOLDEN % 1.0)
+
+    def after(self, pause: float, num_seqs: int) -> float:
         """The next pause of a sequence whose last one was so long, and brought nothing again."""
-        self._usual *= self._LONGER
-        self._usual = min(self._most, max(1.0, self._usual))
-        return min(self._most, max(self._GROWTH * pause, self._usual))
+        most = max(self._most, self._MOST_EACH * num_seqs) if self._most else 0
+        self._usual = min(most, max(1.0, self._LONGER * self._usual))
+        return min(most, max(self._GROWTH * pause, self._usual))
 
     def end(self) -> None:
         """A sequence is drafted for."""
@@ -63,33 +77,33 @@ class _Line:
     It learns from the tokens that come, whoever drafted them, and even if nobody did.
 
     A lookup takes the host's time, and beside a small model that is a part of every step. So each
-    that is not drafted from lengthens the pause before the next, up to MOST_PAUSE tokens. A new
-    sequence takes over the pause that is usual.
+    that is not drafted from lengthens the pause before the next.
     """
 
-    def __init__(self, text: Text, hits: Hits, pauses: Pauses) -> None:
-        """`hits` and `pauses` are those of all sequences."""
+    def __init__(self, text: Text, hits: Hits, pauses: Pauses, first: float) -> None:
+        """`hits` and `pauses` are those of all sequences. Behind `first` tokens it looks first."""
         self.text, self._hits, self._pauses = text, hits, pauses
         self._own_hits = OwnHits()
         self._found: Found | None = None
         self._num_known = 0
         self._pause = 0.0
-
-    def is_due(self, num_known: int) -> bool:
-        """Whether to look: at first, again behind the same tokens, or after a pause."""
-        since = num_known - self._num_known
-        return since in (0, num_known) or since >= self._pause
+        self.next = first  # how many tokens must be known before the next lookup
 
     def drafts(self) -> None:
-        """It is drafted from in this step or, if the host must wait, in the next."""
-        self._pause = 0.0
+        """It is drafted from."""
+        self._pause = self.next = 0.0
         self._pauses.end()
 
-    def find(self, token_ids: list[int]) -> tuple[Found, float] | None:
-        """What may come next, and the chance of each token if those before it have come."""
+    def find(self, token_ids: list[int], num_seqs: int) -> tuple[Found, float] | None:
+        """What may come next, and the chance of each token if those before it have come.
+
+        `num_seqs` have lines of this source.
+        """
         if len(token_ids) > self._num_known:
             self._learn(token_ids[self._num_known :])
-            self._num_known, self._pause = len(token_ids), self._pauses.after(self._pause)
+            self._num_known = len(token_ids)
+            self._pause = self._pauses.after(self._pause, num_seqs)
+            self.next = self._num_known + self._pause
         self._found = found = self.text.find(token_ids, 2 * MAX_DRAFTS + 1)
         if found is None:
             return None
@@ -125,13 +139,18 @@ class Lookup(Source):
         slots: Slots,
         keep_answer: Callable[[Request], None] = lambda _: None,
         most_pause: int = MOST_PAUSE,
+        *,
+        looks_at_once: bool = False,
     ) -> None:
-        """`keep_answer` gets each request that has ended."""
+        """`keep_answer` gets each request that has ended. `looks_at_once`: a new sequence does not
+        pause first.
+        """
         self.name = name
         self._keep_answer = keep_answer
         self._text_of = text_of
         self._slots = slots
         self._hits, self._pauses = Hits(), Pauses(most_pause)
+        self._looks_at_once = looks_at_once
         self._lines: dict[Request, _Line | None] = {}
 
     def forget(self, request: Request) -> None:
@@ -143,9 +162,11 @@ class Lookup(Source):
 
     def wish(self, request: Request) -> Wish | None:
         line = self._line(request)
-        if line is None or not line.is_due(len(request.token_ids)):
+        if line is None:
             return None
-        sight = line.find(request.token_ids)
+        is_due = len(request.token_ids) >= line.next
+        sight = line.find(request.token_ids, len(self._lines)) if is_due else None
+        request.next_wish = min(request.next_wish, line.next)
         if sight is None:
             return None
         found, chance = sight
@@ -159,13 +180,17 @@ class Lookup(Source):
             chances = [c * share for c, share in zip(chances, found.shares, strict=False)]
         return Wish(self.name, drafts, chances[num_assumed:], waits=coming is None)
 
+    def grant(self, request: Request) -> None:
+        if (line := self._line(request)) is not None:
+            line.drafts()
+            request.next_wish = 0.0
+
     def propose(self, plan: Plan, wanted: Counts) -> Counts:
         wished = []
         for s in plan.drawing:
             if s.wish is not None and s.wish.source == self.name:
                 wished.append((s, s.wish.drafts[: s.max_drafts]))
-                if (line := self._line(s.request)) is not None:
-                    line.drafts()
+                self.grant(s.request)
         found = [(s.request, drafts) for s, drafts in self._allowed(wished) if drafts]
         self._slots.write_drafts(found)
         return {request.slot: len(drafts) for request, drafts in found if request.slot is not None}
@@ -181,6 +206,10 @@ class Lookup(Source):
 
     def _line(self, request: Request) -> _Line | None:
         if request not in self._lines:
-            text = self._text_of(request)
-            self._lines[request] = None if text is None else _Line(text, self._hits, self._pauses)
+            line, text = None, self._text_of(request)
+            if text is not None:
+                pause = 0.0 if self._looks_at_once else self._pauses.first()
+                first = len(request.token_ids) + pause
+                line = _Line(text, self._hits, self._pauses, first)
+            self._lines[request] = line
         return self._lines[request]

@@ -3,6 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 
 import torch
 from torch import Tensor
@@ -44,12 +45,19 @@ class Source(ABC):
         return
 
     def wish(self, request: Request) -> Wish | None:
-        """What it would draft in the next step; None: it knows nothing, or draws its drafts."""
+        """What it would draft in the next step; None: it knows nothing, or draws its drafts.
+
+        If it may know something later, it lowers `request.next_wish`.
+        """
         return None
 
-    def can_draft(self, request: Request) -> bool:
-        """Whether it could draft for it in the next step, if it draws its drafts."""
-        return True
+    def grant(self, request: Request) -> None:
+        """Its wish is granted, in this step or, if the host must wait first, in the next."""
+        return
+
+    def can_draft(self, requests: list[Request]) -> list[Request]:
+        """For which of these it could draft in the next step, if it draws its drafts."""
+        return requests
 
     @abstractmethod
     def propose(self, plan: Plan, wanted: Counts) -> Counts:
@@ -92,9 +100,8 @@ class Proposer:
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = list(sources)
         self._failed: set[SourceName] = set()
-        self._draws: Draws | None = next((s.draws for s in sources if s.draws), None)
-        # Those that may wish for drafts of a sequence, until it ends: asked in every step.
-        self._lookups: dict[Request, list[Source]] = {}
+        self._model = next((source for source in sources if source.draws), None)
+        self._draws: Draws | None = self._model.draws if self._model else None
 
     @property
     def distributions(self) -> DraftDistributions | None:
@@ -105,15 +112,16 @@ class Proposer:
         """Whether it heeds the plan's `least_chance`."""
         return self._draws is not None and self._draws.stops_early
 
-    def draws_for(self, request: Request) -> bool:
-        """Whether a model could draft for this sequence in the next step."""
-        if self._draws is None:
-            return False
-        return any(source.draws and source.can_draft(request) for source in self._of(request))
+    def draws_for(self, requests: list[Request]) -> list[Request]:
+        """For which of these sequences a model could draft in the next step."""
+        if self._model is None:
+            return []
+        name = self._model.name
+        return self._model.can_draft([request for request in requests if request.may_use(name)])
 
     def looks_up(self, request: Request) -> bool:
         """Whether a source may wish for drafts of this sequence."""
-        return bool(self._lookups_of(request))
+        return any(source.looks_up(request) for source in self._of(request))
 
     def prepare(self, most: dict[Request, int]) -> None:
         """As `Source.prepare`, each source with the sequences that may use it."""
@@ -125,20 +133,26 @@ class Proposer:
                 self._report(source)
 
     def wishes(self, request: Request) -> list[Wish]:
-        """What each source would draft for a sequence in the next step, without a model."""
-        wishes = []
-        for source in self._lookups_of(request):
+        """What each source would draft for a sequence in the next step, without a model.
+
+        They say behind how many tokens of it they may have a wish again (`request.next_wish`): it
+        is of no use to ask before.
+        """
+        wishes, request.next_wish = [], inf
+        for source in self._of(request):
             try:
                 if (wish := source.wish(request)) is not None:
                     wishes.append(wish)
             except Exception:
+                request.next_wish = 0
                 self._report(source)
         return wishes
 
-    def _lookups_of(self, request: Request) -> list[Source]:
-        if request not in self._lookups:
-            self._lookups[request] = [s for s in self._of(request) if s.looks_up(request)]
-        return self._lookups[request]
+    def grant(self, request: Request, wish: Wish) -> None:
+        """As `Source.grant`."""
+        for source in self._of(request):
+            if source.name == wish.source:
+                source.grant(request)
 
     def _of(self, request: Request) -> Iterator[Source]:
         return (source for source in self.sources if request.may_use(source.name))
@@ -160,6 +174,8 @@ class Proposer:
         Returns k_i of every sequence: that many drafts lie in its slot, after the known tokens.
         Without drafts it decodes plainly in the same step.
         """
+        if not any(scheduled.concerns_sources for scheduled in plan.scheduled):
+            return [0] * len(plan.scheduled)
         left = {scheduled.slot: scheduled.max_drafts for scheduled in plan.drawing}
         drafted: Counts = {}
         for source in self.sources:
@@ -203,7 +219,6 @@ class Proposer:
 
     def forget(self, request: Request) -> None:
         """As `Source.forget`."""
-        self._lookups.pop(request, None)
         for source in self.sources:
             try:
                 source.forget(request)

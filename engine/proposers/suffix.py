@@ -7,6 +7,7 @@ long the text is, and a text takes twelve to forty-eight bytes a token.
 
 from array import array
 from collections import Counter
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -182,8 +183,13 @@ class Suffixes:
 
     def __init__(self, min_tokens: int, cache_salt: str, answers: "RecentAnswers") -> None:
         """Of the answers it looks into those of its own cache salt."""
-        self._own, self._answers, self._cache_salt = Corpus(min_tokens), answers, cache_salt
+        self._min_tokens, self._answers, self._cache_salt = min_tokens, answers, cache_salt
         self._place = self._num_known = 0  # where the text went on as it does now, and when
+
+    @cached_property
+    def _own(self) -> Corpus:
+        """Made when it is looked into: for many short answers it never is."""
+        return Corpus(self._min_tokens)
 
     def find(self, token_ids: list[int], num_following: int) -> Found | None:
         own, num_known = self._own, len(token_ids)

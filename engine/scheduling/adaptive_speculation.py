@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..acceptance import Acceptance
+from ..acceptance import Acceptance, OwnAcceptance
 from .lookups import Worth
 from .price import Price
 from .trials import Choice, Trials
@@ -32,8 +32,11 @@ UNLIKELY, SURE = 0.1, 0.98  # no draft pays below such a chance; none is taken t
 MIN_GAIN = 1.02  # another k must promise this much more, so that noise changes nothing
 ALIKE = 1.25  # sequences whose chances differ by less have the same number of drafts
 PARTS = (0.25, 0.5, 0.75)  # of all drafts that could be made: these are compared with all
-# Steps after which choices are compared anew: to do so takes a part of a small model's step.
-NUM_STEPS_ALIKE = 8
+# Choices are compared again after so many steps, for it takes a part of a small model's step. One
+# with drafts, which teaches more, counts as several. Until then batches are alike that differ in
+# their sequences by this share.
+NUM_STEPS_ALIKE, WITH_DRAFTS = 32, 4
+SHARE_ALIKE = 1 / 16
 
 
 class _Batch(NamedTuple):
@@ -43,6 +46,12 @@ class _Batch(NamedTuple):
     num_rows: int
     named: tuple[int, ...]  # drafts of sequences that named a k
     num_open: int  # sequences that leave k open
+
+    def is_like(self, other: "_Batch | None") -> bool:
+        if other is None or self.named != other.named:
+            return False
+        pairs = ((self.num_seqs, other.num_seqs), (self.num_open, other.num_open))
+        return all(abs(here - there) <= SHARE_ALIKE * there for here, there in pairs)
 
 
 class AdaptiveSpeculation:
@@ -60,8 +69,9 @@ class AdaptiveSpeculation:
         self._usual_k = 0
         self._num_drafts_before = 0  # of a sequence, at most, in the step that was observed last
         self._best_rate = 0.0  # tokens of all sequences for a cost of 1
-        self._compared: dict[_Batch, dict[int, Choice]] = {}  # in the latest steps
-        self._num_steps = 0
+        self._batch: _Batch | None = None  # for which choices were compared last
+        self._compared: dict[int, Choice] = {}  # the best of each k
+        self._age = 0  # steps since then
         # Whether the step that was last chosen for shows what it costs: only without lookups.
         self.is_measuring = False
         self.is_trial = False  # whether it tries another k than the usual one
@@ -69,14 +79,14 @@ class AdaptiveSpeculation:
     def choose(
         self,
         num_seqs: int,
-        ratios: Sequence[float],
+        owns: Sequence[OwnAcceptance],
         named: Sequence[int] = (),
         *,
         num_prompt_rows: int = 0,
     ) -> list[int]:
         """k of each sequence that leaves it open, in a step that decodes `num_seqs` in all.
 
-        `ratios` are theirs (see OwnAcceptance). Others have `named` a k, or get no drafts. The step
+        `owns` are theirs. Others have `named` a k, or get no drafts. The step
         also computes `num_prompt_rows`. If these are many, its time says little, so this is no
         moment to try anything.
         """
@@ -84,12 +94,12 @@ class AdaptiveSpeculation:
         self.is_trial = self.is_measuring = False
         if num_seqs > 0 and not self.price.knows(num_seqs):
             self.k, self.is_measuring = 0, is_timed
-            return [0] * len(ratios)
-        if not ratios or self._max_k == 0:
+            return [0] * len(owns)
+        if not owns or self._max_k == 0:
             self.k = self._usual_k
-            return [0] * len(ratios)
-        batch = _Batch(num_seqs, num_seqs + sum(named), tuple(named), len(ratios))
-        choices = self._choices(batch, ratios)
+            return [0] * len(owns)
+        batch = _Batch(num_seqs, num_seqs + sum(named), tuple(named), len(owns))
+        choices = self._choices(batch, owns)
         best = max(choices.values(), key=attrgetter("rate"))
         if best.rate > MIN_GAIN * choices[self._usual_k].rate:
             self._usual_k = best.k
@@ -99,8 +109,10 @@ class AdaptiveSpeculation:
         choice = tried or choice
         self.k = choice.k
         if choice.k == 0:
-            return [0] * len(ratios)
-        chances_np = self._chances(ratios)
+            return [0] * len(owns)
+        chances_np = self._chances(owns)
+        if batch != self._batch:
+            choice = self._compare(batch, chances_np)[choice.k]
         if num_prompt_rows and not self.is_trial:
             # Prompts cost what they cost: what drafts add to it must bring as much as ever.
             batch = batch._replace(num_rows=batch.num_rows + num_prompt_rows)
@@ -177,22 +189,19 @@ class AdaptiveSpeculation:
                 looks_up=num_looked_up > 0,
             )
 
-    def _chances(self, ratios: Sequence[float]) -> np.ndarray:
-        """That a draft and all before it are accepted. Shape: ratios [S] -> [S, max_k]."""
-        each_np = np.outer(ratios, self.acceptance.by_position)
+    def _chances(self, owns: Sequence[OwnAcceptance]) -> np.ndarray:
+        """That a draft and all before it are accepted. Shape: owns [S] -> [S, max_k]."""
+        each_np = np.outer([own.ratio for own in owns], self.acceptance.by_position)
         chances_np: np.ndarray = np.minimum(each_np, SURE).cumprod(1)
         return chances_np
 
-    def _choices(self, batch: "_Batch", ratios: Sequence[float]) -> dict[int, Choice]:
-        """By k, the best that a step could do; as one of the latest steps had it, if one was such a
-        batch.
-        """
-        self._num_steps += 1
-        if self._num_steps % NUM_STEPS_ALIKE == 0:
-            self._compared.clear()
-        if batch not in self._compared:
-            self._compared[batch] = self._compare(batch, self._chances(ratios))
-        return self._compared[batch]
+    def _choices(self, batch: "_Batch", owns: Sequence[OwnAcceptance]) -> dict[int, Choice]:
+        """By k, the best that a step could do; one of the latest steps, if its batch was alike."""
+        self._age += WITH_DRAFTS if self.k else 1
+        if self._age >= NUM_STEPS_ALIKE or not batch.is_like(self._batch):
+            self._batch, self._age = batch, 0
+            self._compared = self._compare(batch, self._chances(owns))
+        return self._compared
 
     def _compare(self, batch: "_Batch", chances_np: np.ndarray) -> dict[int, Choice]:
         """Shape: chances_np [S, max_k]."""

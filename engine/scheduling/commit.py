@@ -47,17 +47,15 @@ class Committer:
         """
         self._observe(plan, elapsed_s, drafting_s)
         num_generated = self._stats.generation_tokens
-        num_of_prompts = sum(
-            scheduled.num_new_tokens
-            for scheduled in plan.scheduled
-            if not scheduled.is_void and not scheduled.request.num_output_tokens
-        )
-        outputs = []
+        num_of_prompts, outputs = 0, []
         for scheduled in plan.scheduled:
             if scheduled.is_void:
                 if scheduled.has_nan:  # others may find its pages
                     self._memory.forget(scheduled.memory)
-            elif scheduled.draws:
+                continue
+            if not scheduled.request.num_output_tokens:
+                num_of_prompts += scheduled.num_new_tokens
+            if scheduled.draws:
                 outputs.append(self._commit_drawn(scheduled))
             elif output := self._commit_chunk(scheduled):
                 outputs.append(output)
@@ -74,15 +72,16 @@ class Committer:
 
         Looked-up drafts say nothing of a model's, for which k is chosen.
         """
-        drawn = [s for s in plan.drawing if not s.is_looked_up]
-        wanted, accepted = [s.num_drafts for s in drawn], [len(s.token_ids) - 1 for s in drawn]
-        if self._dead_drafts is not None:
-            self._stats.dead_drafts += self._dead_drafts.observe(sum(wanted), sum(accepted))
         if plan.follows_another:
             self._sequences.chunks.observe(plan.num_prompt_rows, elapsed_s)
-        by_position = self._sequences.acceptance.by_position
-        for s, num_drafts, num_accepted in zip(drawn, wanted, accepted, strict=True):
-            s.request.acceptance.observe(num_drafts, num_accepted, by_position)
+        drawn = [s for s in plan.drawing if not s.is_looked_up]
+        wanted, accepted = [s.num_drafts for s in drawn], [len(s.token_ids) - 1 for s in drawn]
+        if any(wanted):  # where nobody is drafted for, nothing is learned or forgotten of anybody
+            if self._dead_drafts is not None:
+                self._stats.dead_drafts += self._dead_drafts.observe(sum(wanted), sum(accepted))
+            by_position = self._sequences.acceptance.by_position
+            for s, num_drafts, num_accepted in zip(drawn, wanted, accepted, strict=True):
+                s.request.acceptance.observe(num_drafts, num_accepted, by_position)
         adaptive = self._sequences.adaptive
         if adaptive is None or not plan.drawing:
             self._sequences.acceptance.observe(wanted, accepted)
@@ -95,7 +94,7 @@ class Committer:
             accepted,
             elapsed_s if is_timed else None,
             drafting_s,
-            num_looked_up=sum(s.num_drafts for s in plan.drawing if s.is_looked_up),
+            num_looked_up=sum(s.num_drafts for s in plan.drawing) - sum(wanted),
             is_trial=plan.is_trial,
         )
 
@@ -191,9 +190,10 @@ class Committer:
 
     def _until_stop(self, request: Request, drawn: list[int]) -> list[int]:
         """The drawn tokens up to a stop; sets the request's finish reason if they end it."""
+        num_tokens = request.num_tokens
         room = min(
-            request.params.max_tokens - request.num_output_tokens,
-            self._max_model_len - request.num_tokens,
+            request.params.max_tokens - (num_tokens - request.num_prompt_tokens),
+            self._max_model_len - num_tokens,
         )
         for j, token_id in enumerate(drawn[:room]):
             if token_id in request.stop_token_ids:

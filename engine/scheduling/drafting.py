@@ -1,10 +1,12 @@
 """How many drafts each sequence of a step gets, and which source makes them."""
 
+from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from outrider.kernels.verify.sampling import MAX_DRAFTS
 
+from ..acceptance import OwnAcceptance
 from ..plan import Plan, ScheduledRequest
 from ..proposers.proposer import Proposer
 from ..request import Request
@@ -30,7 +32,12 @@ class Drafting:
         self._sequences, self._proposer = sequences, proposer
         self.k, self.least_chance = sequences.max_drawn, 0.0  # for requests that leave k open
         self._chosen: dict[Request, int] = {}  # k, where it is chosen for a sequence alone
-        self.worth = Worth(0.0, 0.0)  # of looked-up drafts in this step
+        # Of the step that is planned: those that decode; of those that a model could draft for, who
+        # leaves k open, how often their drafts are accepted, and the k of the others.
+        self._decoding: list[Request] = []
+        self._open: list[Request] = []
+        self._owns: list[OwnAcceptance] = []
+        self._named: list[int] = []
         # How many masks of its grammar each sequence may ask for in this step, where it matters.
         self._num_questions: dict[Request, int] = {}
         self._num_steps = 0
@@ -65,25 +72,36 @@ class Drafting:
 
     def choose_k(self, decoding: list[Request], prompts: list[Request]) -> None:
         """Choose the numbers of drafts for a step that also computes these prompts."""
-        adaptive = self._sequences.adaptive
+        adaptive, before = self._sequences.adaptive, self._decoding
+        self._decoding = decoding
+        self.__dict__.pop("worth", None)
         if adaptive is None:
-            num_seqs = max(1, len(decoding))
-            self.worth = Worth(num_seqs, ROW_COST / num_seqs)
             return
-        drafting = [r for r in decoding if r.speculates and self._proposer.draws_for(r)]
-        named = [k for r in drafting if (k := r.params.num_speculative_tokens) is not None]
-        drafting = [r for r in drafting if r.params.num_speculative_tokens is None]
+        # Mostly they are those of the step before. Who was left out there may have a draft now.
+        if decoding != before or len(self._open) + len(self._named) < len(decoding):
+            able = [r for r in self._proposer.draws_for(decoding) if r.speculates]
+            self._open = [r for r in able if r.params.num_speculative_tokens is None]
+            self._owns = [r.acceptance for r in self._open]
+            named = [k for r in able if (k := r.params.num_speculative_tokens) is not None]
+            self._named = [min(k, self._sequences.max_drawn) for k in named]
         num_prompt_rows = sum(request.num_uncomputed_tokens for request in prompts)
         chosen = adaptive.choose(
             len(decoding),
-            [request.acceptance.ratio for request in drafting],
-            [min(k, self._sequences.max_drawn) for k in named],
+            self._owns,
+            self._named,
             num_prompt_rows=min(num_prompt_rows, self._sequences.config.max_num_batched_tokens),
         )
         self.k = adaptive.k
-        self._chosen = dict(zip(drafting, chosen, strict=True))
+        self._chosen = dict(zip(self._open, chosen, strict=True)) if self.k > 0 else {}
         self.least_chance = adaptive.least_chance(len(decoding))
-        self.worth = adaptive.worth(len(decoding))
+
+    @cached_property
+    def worth(self) -> Worth:
+        """Of looked-up drafts in this step; most steps have none, and need not know."""
+        if self._sequences.adaptive is not None:
+            return self._sequences.adaptive.worth(len(self._decoding))
+        num_seqs = max(1, len(self._decoding))
+        return Worth(num_seqs, ROW_COST / num_seqs)
 
     def prepare(self, decoding: list[Request]) -> None:
         """Have the sources make ready for those of these sequences that decode by a grammar."""
@@ -102,7 +120,7 @@ class Drafting:
         """
         request = scheduled.request
         k = self._num_wanted(request)
-        may_draft = k > 0 or self._may_look_up(request)
+        may_draft = k > 0 or self._is_due(request)
         if may_draft and request.is_in_flight and request.needs_host:
             k, may_draft = 0, False  # k has risen from 0 since `must_know`: from the next step on
         scheduled.is_drafted_for = k > 0
@@ -121,8 +139,9 @@ class Drafting:
 
     def forgo_lookups_that_do_not_pay(self, plan: Plan) -> None:
         """Take looked-up drafts back if all of the step's together are not worth their cost."""
-        if not self.worth.pays:
-            for scheduled in plan.scheduled:
+        wished = [scheduled for scheduled in plan.scheduled if scheduled.wish is not None]
+        if wished and not self.worth.pays:
+            for scheduled in wished:
                 scheduled.forgo_lookup()
 
     def set_drafts(self, scheduled: ScheduledRequest, k: int, room: int) -> None:
@@ -136,7 +155,7 @@ class Drafting:
         own_k = request.params.num_speculative_tokens
         most = min(room, self._sequences.max_drafts if own_k is None else own_k)
         most = min(most, max(0, self._num_questions.get(request, most + 1) - 1))
-        wishes = self._proposer.wishes(request)
+        wishes = self._proposer.wishes(request) if self._is_due(request) else ()
         if not wishes:
             return
         best, count, gain = None, 0, self._sequences.acceptance.expected(scheduled.max_drawn)
@@ -164,19 +183,30 @@ class Drafting:
             and self._proposer.looks_up(request)
         )
 
+    def _is_due(self, request: Request) -> bool:
+        """Whether drafts of it are looked up in the next step."""
+        return (
+            len(request.token_ids) >= request.next_wish
+            and request.speculates
+            and request.params.num_speculative_tokens != 0
+        )
+
     def would_draft(self, request: Request) -> bool:
         """Whether something is likely to draft for it in the next step."""
-        return self._num_wanted(request) > 0 or (
-            self._may_look_up(request)
-            and any(self.worth.best(wish.chances)[0] for wish in self._proposer.wishes(request))
-        )
+        if self._num_wanted(request) > 0:
+            return True
+        wishes = self._proposer.wishes(request) if self._is_due(request) else ()
+        likely = [wish for wish in wishes if self.worth.best(wish.chances)[0]]
+        for wish in likely:
+            self._proposer.grant(request, wish)  # once the tokens before are known
+        return bool(likely)
 
     def _num_wanted(self, request: Request) -> int:
         """How many drafts of a model a sequence wants."""
-        if not request.speculates or not self._proposer.draws_for(request):
-            return 0
         k = request.params.num_speculative_tokens
         if k is None:
             k = self._chosen.get(request, self.k)
         k = min(k, self._sequences.max_drawn)
+        if k == 0 or not request.speculates or not self._proposer.draws_for([request]):
+            return 0
         return min(k, max(0, self._num_questions.get(request, k + 1) - 1))

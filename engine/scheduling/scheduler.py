@@ -111,10 +111,12 @@ class Scheduler:
         """Whether the sequence may be in the next step: not if the step in flight is sure to end
         it, because it reaches `max_tokens` or fills the context.
         """
-        num_output_tokens = request.least_tokens - request.num_prompt_tokens
-        return not request.is_in_flight or (
-            num_output_tokens < request.params.max_tokens
-            and request.least_tokens < self._max_model_len
+        if not request.is_in_flight:
+            return True
+        num_tokens = request.least_tokens
+        return (
+            num_tokens - request.num_prompt_tokens < request.params.max_tokens
+            and num_tokens < self._max_model_len
         )
 
     def _num_rows_of_short(

@@ -85,8 +85,9 @@ class Verifier:
         if plan.returns_drafts:  # before verification overwrites the rejected ones
             slot = uploaded(slots_np, self._slots.device)
             drafts = [self._slots.state.drafts(slot, self._slots.max_drafts)]
-        are_void_np = np.array([s.is_void for s in drawing])
-        edited_np = self._edits.asked_by(slots_np) & ~are_void_np
+        edited_np = self._edits.asked_by(slots_np)
+        if edited_np.any():
+            edited_np &= ~np.array([s.is_void for s in drawing])
         kind = sampling_kind(drawing)
         if edited_np.all():
             drawn = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)
@@ -166,11 +167,12 @@ class Verifier:
         drawn_np, *others_np = drawn
         drafts_np = others_np.pop(0) if plan.returns_drafts else None
         first = 0  # row of the next sequence that wants logprobs
-        rows = drawn_np.tolist()
+        counts_np = (drawn_np[:, :-1] >= 0).sum(1)  # mostly few of the columns
+        rows, counts = drawn_np[:, : counts_np.max()].tolist(), counts_np.tolist()
+        are_bad = drawn_np[:, -1].tolist()
         for i, scheduled in enumerate(plan.drawing):
-            *token_ids, is_bad = rows[i]
-            scheduled.token_ids = [token_id for token_id in token_ids if token_id >= 0]
-            scheduled.is_bad = bool(is_bad)
+            scheduled.token_ids = rows[i][: counts[i]]
+            scheduled.is_bad = bool(are_bad[i])
             if drafts_np is not None and scheduled.request.returns_drafts:
                 scheduled.draft_token_ids = drafts_np[i, : scheduled.num_drafts].tolist()
             num_top = scheduled.request.params.num_alternatives

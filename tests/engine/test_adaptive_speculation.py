@@ -40,7 +40,9 @@ def decode(
 
 def choose(adaptive: AdaptiveSpeculation, num_seqs: int, num_prompt_rows: int = 0) -> int:
     """k for sequences that all leave it open, and of which nothing is known."""
-    chosen = adaptive.choose(num_seqs, [1.0] * num_seqs, num_prompt_rows=num_prompt_rows)
+    chosen = adaptive.choose(
+        num_seqs, [OwnAcceptance()] * num_seqs, num_prompt_rows=num_prompt_rows
+    )
     assert chosen == [adaptive.k] * num_seqs
     return adaptive.k
 
@@ -235,7 +237,7 @@ def test_a_sequence_with_a_k_of_its_own_keeps_nobody_from_drafting(pinned_k: int
     rng = random.Random(0)
     chosen = []
     for _ in range(300):
-        [k, *_] = adaptive.choose(4, [1.0] * 3, [pinned_k])
+        [k, *_] = adaptive.choose(4, [OwnAcceptance()] * 3, [pinned_k])
         wanted = [pinned_k, k, k, k]
         accepted = [stood(rng, w, 0.9) for w in wanted]
         observe(adaptive, wanted, accepted, memory_bound(4, 0) + 0.001 * sum(wanted))
@@ -252,8 +254,8 @@ def test_drafts_beside_a_sequence_that_has_some_anyway_cost_rows_alone() -> None
     adaptive = AdaptiveSpeculation(3, price=price)
     for _ in range(20):
         adaptive.observe(4, [3] * 4, [1, 0] * 2, None, 2.4)
-    assert adaptive.choose(4, [1.0] * 4) == [0] * 4
-    assert adaptive.choose(4, [1.0] * 3, [3]) == [1] * 3
+    assert adaptive.choose(4, [OwnAcceptance()] * 4) == [0] * 4
+    assert adaptive.choose(4, [OwnAcceptance()] * 3, [3]) == [1] * 3
 
 
 def test_a_size_whose_plain_steps_are_unknown_can_be_asked_about() -> None:
@@ -290,7 +292,7 @@ def test_the_likeliest_drafts_of_the_whole_batch_get_the_rows() -> None:
         adaptive.observe(8, [3] * 8, [3] * 4 + [0] * 4, None)
         easy.observe(3, 3, adaptive.acceptance.by_position)
         hard.observe(3, 0, adaptive.acceptance.by_position)
-    chosen = adaptive.choose(8, [easy.ratio, hard.ratio] * 4)
+    chosen = adaptive.choose(8, [easy, hard] * 4)
     assert sum(chosen[::2]) > 8
     assert not any(chosen[1::2])
 

@@ -49,7 +49,7 @@ class Scripted(Source):
 def plan(*max_drafts: int) -> Any:
     """Sequences in slots 10, 11, … and one more, in slot 9, that reads its prompt."""
     request = Request(NewRequest(request_id="0", prompt_token_ids=[1], params=GREEDY))
-    common = {"request": request, "source": None}
+    common = {"request": request, "source": None, "concerns_sources": True}
     reads = SimpleNamespace(slot=9, draws=False, max_drafts=0, max_drawn=0, **common)
     drawing = [
         SimpleNamespace(slot=10 + i, draws=True, max_drafts=k, max_drawn=k, **common)
@@ -181,7 +181,7 @@ def test_a_source_that_is_not_there_is_refused_by_name(tiny_model: Tiny) -> None
 def test_who_expects_more_accepted_drafts_drafts(tiny_model: Tiny) -> None:
     """A text that has agreed with one token gives way to a good model, but not to a bad one."""
     target = tiny_model("llama", seed=0)
-    engine = Engine(engine_config(target, target, k=K, proposer=EVERY))
+    engine = without_pauses(Engine(engine_config(target, target, k=K, proposer=EVERY)))
     drafting = engine.scheduler.drafting
     request = Request(NewRequest(request_id="0", prompt_token_ids=[1, 2, 3, 1, 2], params=GREEDY))
     request.slot = 0

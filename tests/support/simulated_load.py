@@ -118,9 +118,9 @@ def tokens_per_s(mixture: Mixture, fixed_k: int | None = None, seed: int = 0) ->
         is_open = (decodes & ~clients.pinned).nonzero()[0]
         ks, is_trial, drafts_new = np.zeros(mixture.clients, int), False, fixed_k != 0
         if fixed_k is None:
-            ratios = [clients.own[i].ratio for i in is_open.tolist()]
+            owns = [clients.own[i] for i in is_open.tolist()]
             named = [min(3, mixture.max_k)] * int((decodes & clients.pinned).sum())
-            ks[is_open] = adaptive.choose(num_seqs, ratios, named, num_prompt_rows=num_prompt)
+            ks[is_open] = adaptive.choose(num_seqs, owns, named, num_prompt_rows=num_prompt)
             is_trial, drafts_new = adaptive.is_trial, adaptive.k > 0
         else:
             ks[is_open] = fixed_k
@@ -169,5 +169,6 @@ def observe(
 ) -> None:
     by_position = list(adaptive.acceptance.by_position)
     for each, num_drafts, num_accepted in zip(own, wanted, accepted, strict=True):
-        each.observe(num_drafts, num_accepted, by_position)
+        if any(wanted):
+            each.observe(num_drafts, num_accepted, by_position)
     adaptive.observe(num_seqs, wanted, accepted, step_s, drafting_s, is_trial=is_trial)
