@@ -197,6 +197,12 @@ def test_a_long_answer_keeps_stop_in_sight_and_is_shown_from_its_end_after_a_rel
     page.wait_for("#state", "ready")
     assert is_in_sight(".turn > .note")
     assert page.text(".turn > .note") == "Stopped."
+    # What the keyboard reaches is not behind the composer.
+    page.script("scrollTo(0, 0); document.querySelector('.answer').focus({preventScroll: true})")
+    page.press("\ue011")  # Home
+    composer = "document.querySelector('.composer').getBoundingClientRect().top"
+    token = "document.querySelector('.token.active').getBoundingClientRect().bottom"
+    assert page.script(f"return {token} <= {composer}")
 
 
 def test_only_the_selected_answer_has_marks(page: Page) -> None:
