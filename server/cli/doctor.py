@@ -33,7 +33,7 @@ def doctor_command(
         "system": machine.system(),
         "Python": machine.python(),
         "torch": machine.torch_build(),
-        "GPU": machine.gpu(target.device),
+        "GPU": machine.gpu(target.device, target.tensor_parallel),
         "compiler": machine.compiler(),
         "processor": machine.processor(),
         "memory": machine.memory(),
@@ -42,7 +42,11 @@ def doctor_command(
         "clients": network.clients(settings.server),
         "hub": hub,
         "models": machine.models(),
-        "pair": machine.pair(has_hub=hub.state == "ok", configured=configured),
+        "pair": machine.pair(
+            has_hub=hub.state == "ok",
+            configured=configured,
+            num_ranks=target.tensor_parallel,
+        ),
     }
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)

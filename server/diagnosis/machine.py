@@ -88,8 +88,8 @@ def nvidia_driver() -> str | None:
     return found.stdout.strip().partition("\n")[0] or None
 
 
-def gpu(device: str) -> Finding:
-    """The GPUs, and whether there are any if `device`, of the target, is one."""
+def gpu(device: str, num_ranks: int = 1) -> Finding:
+    """The GPUs, and whether there are those that the target's `device` and number of ranks need."""
     if not torch.cuda.is_available():
         if device.startswith("cuda"):
             text = f"none, and target.device is {device!r}"
@@ -108,6 +108,9 @@ def gpu(device: str) -> Finding:
         text = f"target.device is {device!r}, and there are only: {'; '.join(parts)}"
         remedy = "Name one of these; --set target.device=auto takes the first."
         return Finding("bad", text, remedy)
+    if device != "cpu" and num_ranks > num_gpus:
+        text = f"target.tensor_parallel is {num_ranks}, and there are only: {'; '.join(parts)}"
+        return Finding("bad", text, f"Set it to {num_gpus} at most.")
     if too_old:
         remedy = "GPUs before Ampere (compute capability 8.0) have not been tried."
         return Finding("note", "; ".join(parts), remedy)
@@ -190,9 +193,9 @@ def _missing() -> list[str]:
     return [name for name, each in builtin.BUILTINS.items() if not store.find(name, each.source)]
 
 
-def pair(*, has_hub: bool, configured: str | None = None) -> Finding:
+def pair(*, has_hub: bool, configured: str | None = None, num_ranks: int = 1) -> Finding:
     """Whether the configured target fits this machine with its draft; if none is configured, the
-    largest suggested pair that does and can be obtained."""
+    largest suggested pair that does and can be obtained. `num_ranks` share the target."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if torch.cuda.is_available():
         room_gb, where = torch.cuda.mem_get_info()[1] / 1e9 * WEIGHTS_SHARE_GPU, "the GPU"
@@ -208,13 +211,19 @@ def pair(*, has_hub: bool, configured: str | None = None) -> Finding:
     if not at_hand:
         text = f"{configured}, as configured; how much memory it takes is not known here"
         return Finding("ok", text)
-    fitting = [each for each in at_hand if each.size_gb <= room_gb]
+    fitting = [each for each in at_hand if each.gb_of_first(num_ranks) <= room_gb]
     suggested = (fitting or at_hand[-1:])[0]
     text = f"{suggested.model} and its draft take {suggested.size_gb:.1f} GB of weights in bfloat16"
+    if num_ranks > 1:
+        text += f", {suggested.gb_of_first(num_ranks):.1f} GB on the first of {num_ranks} ranks"
     text += f"; {where} has room for {room_gb:.1f}"
-    text += _fit_by_sharing([each for each in at_hand if each not in fitting], num_gpus, room_gb)
+    if num_ranks == 1:
+        too_large = [each for each in at_hand if each not in fitting]
+        text += _fit_by_sharing(too_large, num_gpus, room_gb)
     if fitting:
         remedy = f"outrider serve {suggested.model}" if configured is None else None
+        if remedy is not None and num_ranks > 1:
+            remedy += f" --tensor-parallel {num_ranks}"
         return Finding("ok", text, remedy)
     # Fewer bits, if the config asks for them, may fit.
     state: Literal["note", "bad"] = "bad" if configured is None else "note"

@@ -209,6 +209,26 @@ def test_several_gpus_are_shown_what_they_can_share(
     assert "--tensor-parallel" not in machine.pair(has_hub=False).text
 
 
+def test_a_configured_number_of_ranks_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-32B fits on no GPU of 48 GB, and on two of them."""
+    properties = SimpleNamespace(name="GPU", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i=0: (0, 48 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
+    model = "Qwen/Qwen3-32B"
+    assert machine.pair(has_hub=True, configured=model).state == "note"
+    found = machine.pair(has_hub=True, configured=model, num_ranks=2)
+    assert found.state == "ok"
+    assert "35.5 GB on the first of 2 ranks" in found.text
+    found = machine.pair(has_hub=True, num_ranks=2)
+    assert found.remedy == f"outrider serve {model} --tensor-parallel 2"
+    assert machine.gpu("auto", 2).state == "ok"
+    found = machine.gpu("auto", 4)
+    assert (found.state, found.remedy) == ("bad", "Set it to 2 at most.")
+    assert "target.tensor_parallel is 4, and there are only" in found.text
+
+
 def test_a_configured_pair_is_looked_at_in_place_of_suggested_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
