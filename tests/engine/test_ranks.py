@@ -25,7 +25,7 @@ from target_distribution import joint, sample
 from tiny_models import DEVICE, VOCAB, Tiny
 
 from outrider.engine.api import RequestOutput, SamplingParams
-from outrider.engine.config import ConfigError, EngineConfig, ModelConfig
+from outrider.engine.config import ConfigError, DraftVocabulary, EngineConfig, ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models import pair
 from outrider.engine.models.admission import UnsupportedModelError
@@ -189,17 +189,25 @@ def test_the_joint_of_two_ranks_is_the_targets(
     tmp_path: Path,
     start: Callable[[EngineConfig], Engine],
 ) -> None:
-    """A head reads hidden states, which are whole on the first rank. Of one KV head both have a
-    copy.
+    """A head reads hidden states, which are whole on the first rank, as a draft is, which has
+    another vocabulary here. Of one KV head both ranks have a copy.
     """
     sizes = {"vocab_size": 4, "scale": 0.15}
     target = tiny_model(
         "llama", seed=3, num_hidden_layers=2, num_key_value_heads=num_kv_heads, **sizes
     )
-    drafter = tiny_model("llama", seed=4, num_hidden_layers=1, **sizes)
     if proposer == "head":
         drafter = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), scale=0.2)
-    engine = start(sampling_config(target, drafter, "draft_model"))
+    else:
+        drafter = tiny_model("llama", seed=4, num_hidden_layers=1, vocab_size=7, scale=0.15)
+    config = sampling_config(target, drafter, "draft_model")
+    if proposer == "draft_model":
+        assert config.draft is not None
+        vocabulary = DraftVocabulary(
+            target_ids=(-1, 3, -1, 0, 1, -1, -1), read_as=(3, 4, 2, 1), share_of_text=0.75
+        )
+        config = replace(config, draft=replace(config.draft, vocabulary=vocabulary))
+    engine = start(config)
     params = SamplingParams(max_tokens=4, verification="token")
     truth = joint(target, [2, 0, 3], params)
     counts = sample(engine, [2, 0, 3], params, max_k=3, n=2400)
