@@ -49,13 +49,13 @@ rise and half a cosine, {num_steps} steps over {num_shards} shards of text. The 
 
 _HEAD_CARD = """\
 ---
-tags: [speculative-decoding, eagle3]
+tags: [speculative-decoding, {kind}]
 ---
 
-# An EAGLE-3 head for {target}
+# An {name} head for {target}
 
 It reads the hidden states of {target} and proposes what the target then verifies. Made by
-`outrider distill --kind eagle3`; without its target it is of no use. The target's licence and
+`outrider distill --kind {kind}`; without its target it is of no use. The target's licence and
 notices, where it came with any, lie beside this file and hold for the head.
 
 | in held-out answers | first choice is the target's | drawn at temperature 1, accepted |
@@ -68,14 +68,13 @@ as often one behind the other, a step of {k} greedy drafts gives {tokens:.2f} to
 ## Data
 
 {data} Half of the target's answers are greedy, the others drawn at temperatures from 0.6 to 1.
-No other text was used. The tokens that are drafted are the most frequent in it.
+No other text was used.
 
 ## Training
 
 A training-time test of {k} drafts in a row. Loss: {divergence} to the target's distribution over
 the drafted tokens, in the last {last_share:.0%} of the steps {last_divergence}; {num_steps} steps
-over {num_shards} shards of text. The embedding is the target's; output layer and last norm begin as
-the target's. The recipe, whole:
+over {num_shards} shards of text. {start} The recipe, whole:
 
 ```json
 {recipe}
@@ -97,9 +96,22 @@ def write_card(recipe: Recipe, extent: Extent, held_out: HeldOut, folder: Path) 
         else f"New, {recipe.size} (layers x width): a Llama, its embedding (tied to the head) the\n"
         "target's along its strongest axes, its layers from random."
     )
+    name = {"eagle3": "EAGLE-3", "mtp": "MTP"}.get(recipe.kind, "")
+    if recipe.kind == "eagle3":
+        start = (
+            "It drafts the most frequent\ntokens of the text. The embedding is the target's, and "
+            "output layer and last norm begin as the\ntarget's."
+        )
+    if recipe.kind == "mtp":
+        start = (
+            f"It began as the head in\n`{Path(recipe.start or recipe.target).name}`; embedding and "
+            "output layer are the target's."
+        )
     each = [(held_out.greedy_agreement, held_out.sampled_acceptance), *held_out.later]
     (folder / "README.md").write_text(
-        (_HEAD_CARD if recipe.kind == "eagle3" else _CARD).format(
+        (_CARD if recipe.kind == "draft" else _HEAD_CARD).format(
+            kind=recipe.kind,
+            name=name,
             target=Path(recipe.target).name,
             greedy=held_out.greedy_agreement,
             sampled=held_out.sampled_acceptance,

@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .whole_file import whole_file
 
-Kind = Literal["draft", "eagle3"]  # a model of its own, or a head that reads the target's states
+# A model of its own, or a head that reads the target's states: a new one, or the target's own.
+Kind = Literal["draft", "eagle3", "mtp"]
 Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
 
 _OF_TEXT = (
@@ -115,9 +116,10 @@ class Recipe:
     @staticmethod
     def of(device: str, **given: Any) -> "Recipe":
         """A recipe with batch sizes that suit the device."""
-        if given.get("kind") == "eagle3":
+        if (kind := given.get("kind", "draft")) != "draft":
             # A head starts out from parts of the target, and computes each row head_steps times.
-            given = {"learning_rate": 2e-3, "micro_batch_rows": 4 if device != "cpu" else 1} | given
+            rate = 2e-3 if kind == "eagle3" else 3e-4  # an MTP head has learnt already
+            given = {"learning_rate": rate, "micro_batch_rows": 4 if device != "cpu" else 1} | given
         if device.startswith("cuda"):
             given = {
                 "conversations_per_shard": 1024,

@@ -151,7 +151,7 @@ def _train_replica(
     lessons = read(target, mine, read_tokens, lambda n, m: report("the target reads", n, m), kept)
 
     def new_trainer() -> Trainer:
-        if recipe.kind == "eagle3":
+        if recipe.kind != "draft":
             trainer: Trainer = HeadTrainer(
                 recipe, target, torch.cat([c.token_ids for c in conversations])
             )

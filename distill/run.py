@@ -23,6 +23,7 @@ from outrider.engine.models.architectures import load_config
 from .card import write_card
 from .draft import load_start
 from .eagle3 import check_target
+from .mtp import check_head
 from .prompts import frame, load_tokenizer, user_turns
 from .recipe import Budget, DistillError, Extent, Recipe, Size
 from .replicas import EXTENT_FILE, train_draft
@@ -117,7 +118,9 @@ def _check_models(recipe: Recipe) -> None:
         )
     if recipe.kind == "eagle3":
         check_target(config)
-    if recipe.start is not None:
+    if recipe.kind == "mtp":
+        check_head(recipe, config)
+    elif recipe.start is not None:
         load_start(recipe.start, config, torch.device("cpu"))
 
 

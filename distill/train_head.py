@@ -12,7 +12,8 @@ from outrider.engine.host_memory import available_bytes
 from .divergence import mean_divergence
 from .eagle3 import HeadModule, default_boundaries, new_head, states_of
 from .lessons import Lessons
-from .recipe import Divergence, Recipe
+from .mtp import MtpModule
+from .recipe import DistillError, Divergence, Recipe
 from .train import HeldOut, Trainer, mask_of
 
 _STATES_SHARE = 0.5  # of the free memory, for the target's states
@@ -23,14 +24,24 @@ _NOWHERE = -30.0  # a log probability and a logit that count for nothing
 def kept_states(recipe: Recipe, target: PreTrainedModel, num_tokens: int) -> tuple[int, ...]:
     """All boundaries, if the device has room for their states of so many tokens; none otherwise.
 
-    With a small target, training is fast only if these states are computed just once.
+    With a small target, training is fast only if these states are computed just once. A hybrid must
+    keep them: conversations in one row would share its state. Raises DistillError if it cannot.
     """
-    if recipe.kind != "eagle3":
+    if recipe.kind == "draft":
         return ()
     of_text = target.config.get_text_config()
-    boundaries = default_boundaries(of_text.num_hidden_layers)
+    is_mtp, num_layers = recipe.kind == "mtp", of_text.num_hidden_layers
+    boundaries = (num_layers,) if is_mtp else default_boundaries(num_layers)
     num_bytes = num_tokens * len(boundaries) * of_text.hidden_size * target.dtype.itemsize
-    return boundaries if num_bytes < _room(target.device) * _STATES_SHARE else ()
+    room = _room(target.device) * _STATES_SHARE
+    if num_bytes < room:
+        return boundaries
+    if is_mtp:
+        raise DistillError(
+            f"the target's states of {num_tokens} tokens take {num_bytes / 1e9:.1f} GB, and there "
+            f"is room for {room / 1e9:.1f}; give a smaller budget"
+        )
+    return ()
 
 
 def _room(device: torch.device) -> int:
@@ -43,11 +54,16 @@ def _room(device: torch.device) -> int:
 class HeadTrainer(Trainer):
     """A head in training. If the lessons have no states, the target reads each batch again."""
 
-    draft: HeadModule
+    draft: HeadModule | MtpModule
 
     def __init__(self, recipe: Recipe, target: PreTrainedModel, token_ids: Tensor) -> None:
-        """Shape: token_ids [T], the target's text, whose most frequent tokens are drafted."""
-        super().__init__(recipe, new_head(target, recipe, token_ids), target.dtype)
+        """Shape: token_ids [T], the target's text, whose most frequent tokens a new head drafts."""
+        draft: HeadModule | MtpModule
+        if recipe.kind == "mtp":
+            draft = MtpModule(target, Path(recipe.start or recipe.target))
+        else:
+            draft = new_head(target, recipe, token_ids)
+        super().__init__(recipe, draft, target.dtype)
         self._target = target
         ids = self.draft.get_buffer("target_ids")
         vocab_size = target.get_input_embeddings().get_parameter("weight").shape[0]
@@ -106,7 +122,7 @@ class HeadTrainer(Trainer):
         """
         place = self._place[top_ids.long()]
         p = top_log_probs.float().exp()
-        is_drafted = place < self.draft.lm_head.out_features
+        is_drafted = place < len(self.draft.get_buffer("target_ids"))
         rest = (1 - p.sum(-1, keepdim=True)).clamp_min(1e-6)
         mass = (p * is_drafted).sum(-1, keepdim=True) + rest
         return place, torch.where(is_drafted, (p / mass).log(), _NOWHERE)

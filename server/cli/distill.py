@@ -44,8 +44,9 @@ def distill_command(
     kind: Annotated[
         Kind,
         typer.Option(
-            metavar="draft|eagle3",
-            help="draft: a small model; eagle3: a head over the target's hidden states.",
+            metavar="draft|eagle3|mtp",
+            help="draft: a small model; eagle3: a head over the target's hidden states; mtp: the "
+            "MTP head of a hybrid (Qwen3.5, Qwen3.6, Qwen3-Next), trained further.",
         ),
     ] = "draft",
     draft_vocab: Annotated[
@@ -63,7 +64,8 @@ def distill_command(
     start: Annotated[
         Path | None,
         typer.Option(
-            metavar="PATH", help="Train the draft in this directory further; its shape is kept."
+            metavar="PATH",
+            help="Train the draft, or the MTP head, in this directory further; its shape is kept.",
         ),
     ] = None,
     budget: Annotated[

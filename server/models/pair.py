@@ -18,7 +18,13 @@ from outrider.engine.config import (
     SpeculationConfig,
     TokenTable,
 )
-from outrider.engine.models.heads.config import HeadConfig, HeadError, head_kind, mtp_names
+from outrider.engine.models.heads.config import (
+    MTP_HEAD,
+    HeadConfig,
+    HeadError,
+    head_kind,
+    mtp_names,
+)
 
 from ..config.settings import MTP, DraftSettings, Settings, TargetSettings
 from ..text.chat_template import read_template
@@ -277,6 +283,9 @@ def _naming(key: str, model: str, kind: type[ModelError] = ModelError) -> Iterat
 
 def _check_head(directory: Path, target: Any, settings: DraftSettings) -> None:
     """Refuse an unknown head, or one of another target, before minutes of loading."""
+    if head_kind(directory) == MTP_HEAD:
+        mtp_names(directory)
+        return
     head = HeadConfig.load(directory)
     if settings.head_layers is None:
         head.boundaries_of(target.num_hidden_layers)

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 from heads import save_tiny_head
+from mtp import save_tiny_mtp_model
+from tiny_models import change_config, change_tensor
 from tiny_pairs import (
     NUM_TOKENS,
     save_tiny_model_with_few_tokens,
@@ -395,3 +397,17 @@ def test_a_target_without_an_mtp_head_is_reported_before_anything_is_loaded(mode
                 assignments=[f"target.model={models / 'target'}", "draft.model=mtp"], environ={}
             )
         )
+
+
+def test_an_mtp_head_may_have_a_folder_of_its_own(tmp_path: Path) -> None:
+    """As `distill --kind mtp` writes it: without a tokenizer, under the name of such a head."""
+    target = save_tiny_model_with_tokenizer(tmp_path / "target", has_mtp=True)
+    head = save_tiny_mtp_model(tmp_path / "head", num_hidden_layers=2)
+    change_config(head, architectures=["MtpHead"])
+    given = [f"target.model={target}", f"draft.model={head}", "target.device=cpu"]
+    config = engine_config(prepare_pair(load_settings(assignments=given, environ={})))
+    assert config.draft is not None
+    assert config.draft.path == str(head)
+    change_tensor(head, "model.mtp_layers.0.input_proj.weight", None)
+    with pytest.raises(ModelError, match="its files hold no MTP head"):
+        prepare_pair(load_settings(assignments=given, environ={}))

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 # The first of these that is part of an architecture's name, or of speculators' name for it.
 _NAMED_KINDS = (
-    *("eagle3", "peagle", "dflash2", "domino", "dflash", "dspark"),
+    *("mtphead", "eagle3", "peagle", "dflash2", "domino", "dflash", "dspark"),
     *("eagle", "medusa", "hydra", "mlpspeculator"),
 )
 KINDS = ("eagle3", "peagle", "dflash", "dflash2", "dspark")  # those that can be run
+MTP_HEAD = "mtphead"  # an MTP head in a folder of its own, with its target's config
 _BLOCK_KINDS = ("dflash", "dflash2", "dspark")
 _DEFAULT_BLOCK_SIZE, _SPECULATORS_BLOCK_SIZE = 16, 8
 _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")  # trainers' names for it

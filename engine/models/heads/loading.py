@@ -35,7 +35,7 @@ from ..parts.convolved import Convolved
 from ..weights import Dense, Layer, Linear
 from .block_head import BlockHead, Context
 from .chain import ConfidenceHead, MarkovHead, Selector
-from .config import BlockConfig, HeadConfig, HeadError, mtp_names
+from .config import MTP_HEAD, BlockConfig, HeadConfig, HeadError, head_kind, mtp_names
 from .eagle3 import Eagle3Head
 from .head import Head
 from .mtp import MtpHead
@@ -51,7 +51,8 @@ def load_head(
 
     The head computes in the target's dtype. Raises HeadError naming both models.
     """
-    name, read = ("MTP head of", _read_mtp_head) if config.is_mtp else ("head", _read_head)
+    is_mtp = config.is_mtp or head_kind(config.path) == MTP_HEAD
+    name, read = ("MTP head of", _read_mtp_head) if is_mtp else ("head", _read_head)
     with _naming_both_models(f"the {name} {config.path} cannot draft for {target_path}"):
         _check_settings(config, target)
         head, tapped = read(config, target, report)
@@ -302,7 +303,8 @@ def _confidence_head(
 def _read_mtp_head(
     config: ModelConfig, target: Network, report: ReportCounts
 ) -> tuple[MtpHead, list[int]]:
-    """The MTP head of the target in this directory, and the states that it reads: the last.
+    """The MTP head in this directory, the target's or one of its own, and the states that it reads:
+    the last.
 
     Raises KeyError naming a tensor that is missing, HeadError naming what does not fit.
     """
@@ -329,7 +331,12 @@ def _read_mtp_head(
         quantised = quantised_format(config, hf_config)
         checkpoint = _checkpoint(config, target, report, quantised[1] if quantised else None)
     family = FAMILIES[hf_config.model_type](checkpoint, hf_config)
-    width = hf_config.hidden_size
+    width, shape = hf_config.hidden_size, tuple(target.input_embedding.shape)
+    if (hf_config.vocab_size, width) != shape:
+        raise HeadError(
+            f"it was made for {hf_config.vocab_size} tokens and states {width} wide; the target "
+            f"has {shape[0]}, and its states are {shape[1]} wide"
+        )
     head = MtpHead(
         names=names,
         embedding_norm=family.norm(names.embedding_norm),
