@@ -190,17 +190,19 @@ class Network(PagedLayers):
         """The ids that its embedding has rows for. Shape: [T] -> [T]."""
         return input_ids if self.token_map is None else self.token_map.read(input_ids)
 
-    def reserve_logits(self, max_rows: int) -> None:
+    def reserve_logits(self, max_rows: int) -> Tensor:
         """Write up to `max_rows` rows of logits to one fixed tensor, for all shapes of passes.
 
         Graphs that read logits then need no copy, and the graphs of all shapes share the tensor.
+        Shape: [max_rows, V]
         """
-        if self.token_map is not None:  # which has such a tensor
-            return
+        if self.token_map is not None:
+            return self.token_map.reserve(max_rows, self.dtype)[:max_rows]
         if self._logits is None or len(self._logits) < max_rows:
             self._logits = torch.empty(
                 max_rows, self.vocab_size, dtype=self.dtype, device=self.device
             )
+        return self._logits[:max_rows]
 
     def place_of_logits(self, num_rows: int) -> Tensor | None:
         """The tensor to write this many rows of logits to; None: allocate a new one."""
@@ -251,7 +253,7 @@ class Network(PagedLayers):
             most_rows_per_seq,
         )
         num_logits = max(logits for _, _, logits in shapes)
-        self.reserve_logits(num_logits)
+        place = self.reserve_logits(num_logits)
         for done, shape in enumerate(shapes):
             report(done, len(shapes))
             empty = HostBatch.build(NONE_NP, NONE_NP, NONE_NP, NONE_NP)
@@ -265,9 +267,8 @@ class Network(PagedLayers):
                     f"{self.name} in {self.dtype} cannot be captured as a CUDA "
                     f"graph ({reason}); run it with engine.enforce_eager, or in another dtype"
                 ) from reason
-        logits, place = self.captured[shapes[0]].output.logits, self.place_of_logits(num_logits)
-        is_placed = place is not None and place.data_ptr() == logits.data_ptr()
-        return place if place is not None and is_placed else logits
+        logits = self.captured[shapes[0]].output.logits
+        return place if place.data_ptr() == logits.data_ptr() else logits
 
     def rehearse(self, num_rows: int, num_logits: int) -> Pass:
         """Run a pass of dummy sequences, as long as they can be."""

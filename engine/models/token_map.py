@@ -65,9 +65,17 @@ class TokenMap:
         """The draft's ids of the target's. Shape: [T] -> [T]."""
         return input_ids if self.read_as is None else self.read_as[input_ids]
 
+    def reserve(self, num_rows: int, dtype: torch.dtype) -> Tensor:
+        """The tensor that `widened` writes, with room for so many rows. Shape: [>= num_rows, V]
+
+        Graphs write to it: for the largest step it must be there before any is captured.
+        """
+        if self._wide is None or len(self._wide) < num_rows:
+            shape = num_rows, self.width
+            self._wide = torch.full(shape, -torch.inf, dtype=dtype, device=self.target_ids.device)
+        return self._wide
+
     def widened(self, logits: Tensor) -> Tensor:
         """The draft's logits by the target's ids, valid until the next call. [N, V'] -> [N, V]"""
-        # Graphs write to this tensor: the largest step is rehearsed before any is captured.
-        if self._wide is None or len(self._wide) < len(logits):
-            self._wide = logits.new_full((len(logits), self.width), -torch.inf)
-        return self._wide[: len(logits)].index_copy_(1, self.target_ids, logits)
+        wide = self.reserve(len(logits), logits.dtype)
+        return wide[: len(logits)].index_copy_(1, self.target_ids, logits.to(wide.dtype))
