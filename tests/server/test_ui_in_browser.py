@@ -115,7 +115,7 @@ def test_a_chat_goes_on_with_what_was_said(page: Page) -> None:
 
 
 def test_a_stopped_turn_stays_in_the_conversation_also_after_a_reload(page: Page) -> None:
-    ask(page, max_tokens=3000, temperature=0)
+    ask(page, max_tokens=3000)
     page.wait(lambda: len(page.all(".answer .token")) > 10, "tokens")
     page.press("\ue00c")  # Escape
     finished(page)
@@ -138,7 +138,7 @@ def test_a_stopped_turn_stays_in_the_conversation_also_after_a_reload(page: Page
 
 
 def test_an_answer_during_which_the_page_was_left_can_be_continued(page: Page) -> None:
-    ask(page, max_tokens=3000, temperature=0)
+    ask(page, max_tokens=3000)
     page.wait(lambda: len(page.all(".answer .token")) > 10, "tokens")
     page.open()
     page.wait_for("#state", "ready")
