@@ -140,7 +140,6 @@ class Engine:
         self.sequences = Sequences(
             config.scheduler, memory, max_model_len, slots.max_drafts, slots.max_drawn, adaptive
         )
-        self.sequences.on_finish = self.worker.proposer.forget
         self.scheduler = Scheduler(self.sequences, self.worker.proposer)
         self.committer = Committer(self.sequences, is_learning=is_learning)
         if self.worker.device.type == "cuda":  # on a CPU nothing would overlap

@@ -41,6 +41,7 @@ class Drafting:
         # How many masks of its grammar each sequence may ask for in this step, where it matters.
         self._num_questions: dict[Request, int] = {}
         self._num_steps = 0
+        sequences.on_finish = self._forget
 
     def ration_grammars(self, requests: list[Request]) -> None:
         """Decide how many questions each of these sequences may ask its grammar in this step, so
@@ -210,3 +211,9 @@ class Drafting:
         if k == 0 or not request.speculates or not self._proposer.draws_for([request]):
             return 0
         return min(k, max(0, self._num_questions.get(request, k + 1) - 1))
+
+    def _forget(self, request: Request) -> None:
+        """A sequence has ended: keep nothing of it."""
+        self._proposer.forget(request)
+        self._num_questions.pop(request, None)
+        self._chosen, self._decoding, self._open, self._owns, self._named = {}, [], [], [], []

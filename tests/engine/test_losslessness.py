@@ -16,6 +16,7 @@ from target_distribution import joint, sample
 from tiny_models import Quick, Tiny
 
 from outrider.engine import engine as loop
+from outrider.engine.acceptance import OwnAcceptance
 from outrider.engine.api import SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.scheduling.adaptive_speculation import AdaptiveSpeculation
@@ -115,13 +116,13 @@ class FollowsWhatWasAccepted(AdaptiveSpeculation):
     def choose(
         self,
         num_seqs: int,
-        ratios: Sequence[float],
+        owns: Sequence[OwnAcceptance],
         named: Sequence[int] = (),
         *,
         num_prompt_rows: int = 0,
     ) -> list[int]:
         self.k = self._max_k
-        return [int(997 * ratio) % (self._max_k + 1) for ratio in ratios]
+        return [int(997 * own.ratio) % (self._max_k + 1) for own in owns]
 
 
 def test_a_k_that_follows_what_was_drafted_and_accepted_keeps_the_joint(

@@ -50,7 +50,7 @@ GAINS = {"easy beside hard, 64 clients": 1.03}  # where sequences differ
 def test_own_choice_is_as_good_as_the_best_fixed_k(name: str) -> None:
     mixture = MIXTURES[name]
     few = replace(mixture, steps=300)  # enough where nothing is learned
-    if mixture.later or mixture.slows_down > 1.0:
+    if mixture.later or mixture.slows_down > 1.0 or mixture.rests:  # no step is like the last
         few = mixture
     best = max(tokens_per_s(few, k) for k in range(mixture.max_k + 1))
     assert tokens_per_s(mixture) > GAINS.get(name, 0.98) * best
