@@ -80,7 +80,7 @@ def test_refused_requests_are_lines_without_tokens(
         ({"temperature": "secret"}, "temperature: Input should be a valid number"),
         ({"max_tokens": 5000}, "This model's maximum context length is 1000 tokens."),
         ({"mirostat": 2}, "mirostat is not supported by this server"),
-        ({"bad_words": [""]}, "bad_words[0]: String should have at least 1 character"),
+        ({"bad_words": [""]}, "bad_words[0] must not be empty"),
         ({"model": "gpt-5"}, "The model 'gpt-5' does not exist"),
     ],
 )
