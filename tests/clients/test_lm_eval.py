@@ -68,4 +68,5 @@ def test_lm_eval_scores_as_the_model_does(
     ]
     expected = own_scores()
     assert [greedy for _, greedy in seen] == [greedy for _, greedy in expected]
-    assert [score for score, _ in seen] == pytest.approx([s for s, _ in expected], abs=1e-3)
+    # A CPU multiplies a GGUF file's codes with inputs of 16 bits; transformers has float32.
+    assert [score for score, _ in seen] == pytest.approx([s for s, _ in expected], rel=1e-3)
