@@ -74,15 +74,19 @@ def test_a_text_is_trusted_for_what_agrees_and_for_what_has_come_true() -> None:
 
 
 class Scripted:
-    """A text that always expects the same."""
+    """A text that always expects the same; `looked` gets behind how many tokens it was asked."""
+
+    def __init__(self, looked: list[int]) -> None:
+        self.looked = looked
 
     def find(self, token_ids: list[int], num_tokens: int) -> Found | None:
+        self.looked.append(len(token_ids))
         return Found([7] * num_tokens, 2)
 
 
 def test_a_source_learns_from_what_it_finds_though_nobody_drafts_it() -> None:
     """So it drafts nothing where nothing comes true, and soon again where something does."""
-    source = Lookup("suffix", lambda _: Scripted(), None, most_pause=0)  # type: ignore[arg-type]
+    source = Lookup("suffix", lambda _: Scripted([]), None, most_pause=0)  # type: ignore[arg-type]
 
     def asked(tokens: list[int]) -> list[int]:
         """How many drafts pay, step after step, of a sequence that gets these tokens."""
@@ -103,14 +107,9 @@ def test_a_source_learns_from_what_it_finds_though_nobody_drafts_it() -> None:
 
 def test_lookups_that_bring_nothing_pause_longer_and_longer() -> None:
     """They take time of the host, which a step of a small model has none to spare."""
-    looked = []
+    looked: list[int] = []
 
-    class Counted(Scripted):
-        def find(self, token_ids: list[int], num_tokens: int) -> Found | None:
-            looked.append(len(token_ids))
-            return super().find(token_ids, num_tokens)
-
-    source = Lookup("suffix", lambda _: Counted(), None)  # type: ignore[arg-type]
+    source = Lookup("suffix", lambda _: Scripted(looked), None)  # type: ignore[arg-type]
 
     def places(num_tokens: int, drafted: Sequence[int] = ()) -> list[int]:
         """Behind how many tokens of an answer it was looked up."""
@@ -142,15 +141,10 @@ def test_lookups_that_bring_nothing_pause_longer_and_longer() -> None:
 
 def test_the_more_sequences_there_are_the_longer_each_pauses() -> None:
     """So a step has few lookups in vain, however many sequences it has."""
-    found = []
-
-    class Counted(Scripted):
-        def find(self, token_ids: list[int], num_tokens: int) -> Found | None:
-            found.append(len(token_ids))
-            return super().find(token_ids, num_tokens)
+    found: list[int] = []
 
     def lookups_a_step(num_seqs: int) -> float:
-        source = Lookup("suffix", lambda _: Counted(), None)  # type: ignore[arg-type]
+        source = Lookup("suffix", lambda _: Scripted(found), None)  # type: ignore[arg-type]
         new = NewRequest(request_id="0", prompt_token_ids=[1], params=GREEDY)
         requests = [Request(new) for _ in range(num_seqs)]
         for step in range(1200):

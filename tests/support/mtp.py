@@ -77,26 +77,26 @@ class PlainMtp(PlainLayers):
     """The formulas, row by row and without a cache: every row looks back at all before it."""
 
     def __init__(self, path: Path) -> None:
-        self.told = json.loads((path / "config.json").read_text())
-        self.named = NAMES[self.told["model_type"]]
+        self.config = json.loads((path / "config.json").read_text())
+        self.named = NAMES[self.config["model_type"]]
         self.w = load_file(path / "model.safetensors")
-        self.head_dim = self.told["head_dim"]
-        rope = self.told["rope_parameters"]
+        self.head_dim = self.config["head_dim"]
+        rope = self.config["rope_parameters"]
         self.theta = float(rope["rope_theta"])
         self.rotated = int(self.head_dim * rope.get("partial_rotary_factor", 1))
-        self.eps = self.told["rms_norm_eps"]
+        self.eps = self.config["rms_norm_eps"]
         # The states behind all layers and the last norm.
-        self.boundaries = [self.told["num_hidden_layers"] + 1]
+        self.boundaries = [self.config["num_hidden_layers"] + 1]
 
     def rows(self, h: Tensor, following: list[int]) -> Tensor:
         """s of rows 0, 1, … Shape: h [T, hidden], following [T] -> [T, hidden]."""
         layer, *own = self.named
         projection, of_e, of_h, norm = (f"{layer}.{name}" for name in own)
         e = self.w["model.embed_tokens.weight"][torch.tensor(following)]
-        if self.told["model_type"] == "mimo":
+        if self.config["model_type"] == "mimo":
             e[0] = 0
         e, h = self.norm(of_e, e), self.norm(of_h, h)
-        both = (h, e) if self.told["model_type"] == "mimo" else (e, h)
+        both = (h, e) if self.config["model_type"] == "mimo" else (e, h)
         x = self.linear(projection, torch.cat(both, -1))
         z = self.norm(f"{layer}.input_layernorm", x)
         x = self.layer(layer, x, self.attention(f"{layer}.self_attn", z, causal(len(z))))
@@ -115,13 +115,13 @@ class PlainMtp(PlainLayers):
             return super().mlp(name, z)
         scores = self.linear(f"{name}.mlp.gate", z).sigmoid()
         chosen_by = scores + self.w[f"{name}.mlp.gate.e_score_correction_bias"]
-        groups = chosen_by.unflatten(1, (self.told["n_group"], -1))
-        best = groups.topk(2, 2).values.sum(2).topk(self.told["topk_group"]).indices
+        groups = chosen_by.unflatten(1, (self.config["n_group"], -1))
+        best = groups.topk(2, 2).values.sum(2).topk(self.config["topk_group"]).indices
         is_best = torch.zeros(groups.shape[:2], dtype=torch.bool).scatter(1, best, value=True)
         among = groups.masked_fill(~is_best[:, :, None], -torch.inf).flatten(1)
-        ids = among.topk(self.told["num_experts_per_tok"]).indices
+        ids = among.topk(self.config["num_experts_per_tok"]).indices
         chosen = torch.zeros_like(scores).scatter(1, ids, scores.gather(1, ids))
-        shares = self.told["routed_scaling_factor"] * chosen / chosen.sum(1, keepdim=True)
+        shares = self.config["routed_scaling_factor"] * chosen / chosen.sum(1, keepdim=True)
         experts = (self.gated(f"{name}.mlp.experts.{i}", z) for i in range(shares.shape[1]))
         routed = [share[:, None] * y for share, y in zip(shares.T, experts, strict=True)]
         return self.gated(f"{name}.mlp.shared_experts", z) + sum(routed)
