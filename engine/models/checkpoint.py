@@ -26,7 +26,7 @@ from outrider.kernels.model.rms_norm import Norm
 from .admission import UnsupportedModelError
 from .narrow_weight import Narrow, Scaled, Stacked, check_fp8
 from .opened_files import open_files
-from .shares import WHOLE, Cut, Section, Share
+from .shares import WHOLE, Cut, Outputs, Share, num_outputs, sections_of
 from .weight_files import name_in_text
 from .weights import Axis, Dense, Linear, Matrix, RoundedInputs
 
@@ -36,8 +36,6 @@ ReportCounts = Callable[[int, int], None]  # is called with (tensors read, tenso
 # (checkpoint, name of a layer) -> its matrix, or None if the layer is not quantised. Raises
 # UnsupportedModelError.
 Read = Callable[["Checkpoint", str], NarrowMatrix | None]
-# Outputs of a layer, or of each of the layers that the file has as one.
-Outputs = int | tuple[Section, ...]
 
 EMBEDDING, OUTPUT_LAYER = "model.embed_tokens", "lm_head"
 # One of the tensors that describe the layer of one expert, which may lie in one of all experts'.
@@ -166,7 +164,7 @@ class AnyCheckpoint(ABC):
         if biases[0] not in self:
             return Linear(weight, None, axis)
         # One that is added to a sum over ranks is whole on each.
-        cuts = [Cut("outputs", _sections(size)) for size in sizes.values()]
+        cuts = [Cut("outputs", sections_of(size)) for size in sizes.values()]
         bias = self.stacked(*biases, cuts=cuts if axis == "outputs" else ())
         check_shape(" + ".join(biases), bias.shape, (sum(totals.values()),))
         self.tensors |= zip(biases, bias.split([*totals.values()]), strict=True)
@@ -311,7 +309,9 @@ class Checkpoint(AnyCheckpoint):
         rounds_inputs: bool = True,
     ) -> Matrix:
         names = [f"{layer}.weight" for layer in sizes]
-        cuts = [Cut(axis, _sections(size) if axis == "outputs" else ()) for size in sizes.values()]
+        cuts = [
+            Cut(axis, sections_of(size) if axis == "outputs" else ()) for size in sizes.values()
+        ]
         shapes = [(num_outputs(size), num_inputs) for size in sizes.values()]
         for name, shape, cut in zip(names, shapes, cuts, strict=True):
             if name in self and self.view(name).dtype != torch.uint8:  # two numbers a byte
@@ -378,15 +378,6 @@ class Checkpoint(AnyCheckpoint):
         if not self._warned:
             log.warning("%s", warning)
             self._warned = True
-
-
-def _sections(size: Outputs) -> tuple[Section, ...]:
-    return (Section(size),) if isinstance(size, int) else size
-
-
-def num_outputs(size: Outputs) -> int:
-    """In a rank's share."""
-    return sum(section.size for section in _sections(size))
 
 
 def _renamed(name: str, parts: Mapping[str, str]) -> str:

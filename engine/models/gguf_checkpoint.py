@@ -11,11 +11,11 @@ from torch import Tensor
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
-from .checkpoint import EMBEDDING, AnyCheckpoint, Outputs, ReportCounts, check_shape, num_outputs
+from .checkpoint import EMBEDDING, AnyCheckpoint, ReportCounts, check_shape
 from .gguf_architectures import architecture_of
 from .gguf_file import FILE_NAME, Format, GgufFile
 from .narrow_weight import Stacked
-from .shares import Cut
+from .shares import Cut, Outputs, num_outputs
 from .weights import Axis, Dense, Matrix, Tiles
 
 # Tensors that stretch RoPE: by Llama 3.1's rule, and by LongRoPE.

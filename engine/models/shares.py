@@ -23,6 +23,19 @@ class Section(NamedTuple):
     copies: int = 1  # how many ranks, one after the other, have the same range of it
 
 
+# Outputs of a layer, or of each of the layers that the file has as one.
+Outputs = int | tuple[Section, ...]
+
+
+def sections_of(size: Outputs) -> tuple[Section, ...]:
+    return (Section(size),) if isinstance(size, int) else size
+
+
+def num_outputs(size: Outputs) -> int:
+    """In a rank's share."""
+    return sum(section.size for section in sections_of(size))
+
+
 class Cut(NamedTuple):
     """How a tensor is shared: matrices [.., N, K] or, along `outputs`, vectors [N]."""
 

@@ -11,8 +11,8 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.row_codes import Normed
 
 from ..attention import ForwardBatch, PagedAttention, Rope
-from ..checkpoint import AnyCheckpoint, Outputs
-from ..shares import Cut, Ranks, Section
+from ..checkpoint import AnyCheckpoint
+from ..shares import Cut, Outputs, Ranks, Section
 from ..weights import Linear
 from .base import Compiled, Part
 

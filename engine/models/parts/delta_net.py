@@ -19,8 +19,8 @@ from outrider.kernels.model.row_codes import Normed
 
 from ...memory.spec import SlotSpec
 from ..attention import ForwardBatch
-from ..checkpoint import AnyCheckpoint, Outputs
-from ..shares import Cut, Section
+from ..checkpoint import AnyCheckpoint
+from ..shares import Cut, Outputs, Section
 from ..slot_state import SlotState
 from ..weights import Linear
 from .base import Part

@@ -24,9 +24,9 @@ from outrider.kernels.model.row_codes import Normed
 
 from ..admission import UnsupportedModelError
 from ..attention import ForwardBatch
-from ..checkpoint import AnyCheckpoint, Lent, Outputs
+from ..checkpoint import AnyCheckpoint, Lent
 from ..narrow_weight import Narrow
-from ..shares import Cut, Section
+from ..shares import Cut, Outputs, Section
 from ..weights import Axis, Dense, Layer, Linear, Matrix, Unrounded, Weight
 from .base import Part
 from .gated_mlp import GatedMLP

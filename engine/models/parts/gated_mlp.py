@@ -9,8 +9,8 @@ from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.row_codes import Normed
 
 from ..attention import ForwardBatch
-from ..checkpoint import AnyCheckpoint, Outputs
-from ..shares import Section
+from ..checkpoint import AnyCheckpoint
+from ..shares import Outputs, Section
 from ..weights import Linear
 from .base import Compiled, Part
 
