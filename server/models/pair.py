@@ -110,16 +110,17 @@ def _pair(
 
     tokenizer = _tokenizer(target, settings.target)
     tokenizer.chat_template = template or tokenizer.chat_template
-    vocab_size = Vocabulary.of(tokenizer, config.vocab_size).size
-    draft = vocabulary = None
+    own_vocabulary = Vocabulary.of(tokenizer, config.vocab_size)
+    vocab_size, draft, vocabulary = own_vocabulary.size, None, None
     speculation = settings.speculation
     if "draft_model" in speculation.sources and speculation.num_speculative_tokens:
         assert settings.draft.model is not None  # ensured by the settings
         with _naming("draft.model", settings.draft.model, DraftError):
             draft = _draft(settings.draft, target, config, report)
             if settings.draft.model != MTP and not head_kind(draft):
-                own = _config(draft, settings.draft), _tokenizer(draft, settings.draft)
-                vocab_size, vocabulary = _common_vocabulary((config, tokenizer), own)
+                width = _config(draft, settings.draft).vocab_size
+                theirs = Vocabulary.of(_tokenizer(draft, settings.draft), width)
+                vocab_size, vocabulary = _common_vocabulary(own_vocabulary, tokenizer, theirs)
     try:
         ids = eos_token_ids(target, config, tokenizer)
         data = TokenizerData.of(tokenizer, config.model_type)
@@ -153,18 +154,15 @@ def _draft(
 
 
 def _common_vocabulary(
-    target: tuple[Any, Any], draft: tuple[Any, Any]
+    ours: Vocabulary, tokenizer: Any, theirs: Vocabulary
 ) -> tuple[int, DraftVocabulary | None]:
     """The pair's vocabulary size and, if ids mean other tokens to the draft, which.
 
-    Each is a config and a tokenizer.
+    `tokenizer` is the target's.
     """
-    ours, theirs = (
-        Vocabulary.of(tokenizer, config.vocab_size) for config, tokenizer in (target, draft)
-    )
     if (size := shared_vocab_size(ours, theirs)) is not None:
         return size, None
-    sample_ids = target[1](SAMPLE, add_special_tokens=False).input_ids
+    sample_ids = tokenizer(SAMPLE, add_special_tokens=False).input_ids
     found = draft_vocabulary(ours, theirs, sample_ids)
     num_common = sum(i >= 0 for i in found.target_ids)
     log.info(
