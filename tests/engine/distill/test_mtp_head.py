@@ -10,13 +10,14 @@ from engines import GREEDY, engine_config, generate, prompts, run, tokens
 from mtp import PlainHybrid, save_tiny_hybrid
 from safetensors.torch import load_file, save_file
 from tiny_models import Tiny, change_tensor
+from tiny_recipes import TINY
 from tokenizers_for_tests import byte_level_wrapper
 from transformers import AutoModelForCausalLM
 
 from outrider.distill import train
 from outrider.distill.eagle3 import states_of
 from outrider.distill.mtp import MtpModule
-from outrider.distill.recipe import DistillError, Recipe
+from outrider.distill.recipe import DistillError
 from outrider.distill.run import distill
 from outrider.distill.text import load_shards
 from outrider.engine.api import ignore_progress
@@ -24,21 +25,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.models.heads.config import HeadError
 
 ENDS_OF_PARTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
-RECIPE = Recipe(
-    target="",
-    out="",
-    kind="mtp",
-    budget="8K",
-    conversations_per_shard=8,
-    max_prompt_tokens=16,
-    max_answer_tokens=24,
-    passes=16,
-    row_tokens=64,
-    batch_tokens=128,
-    micro_batch_rows=2,
-    learning_rate=1e-2,
-    last_share=0.0,
-)
+RECIPE = replace(TINY, kind="mtp", budget="8K", passes=16, learning_rate=1e-2, last_share=0.0)
 
 
 def save_target(path: Path) -> Path:

@@ -15,6 +15,7 @@ from engines import run as run_engine
 from safetensors.torch import load_file
 from tiny_models import change_tensor
 from tiny_pairs import save_tiny_model_with_tokenizer
+from tiny_recipes import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.distill import replicas, train
@@ -26,20 +27,7 @@ from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.engine import Engine
 from outrider.engine.models.admission import UnsupportedModelError
 
-DRAFT = Recipe(
-    target="",
-    out="",
-    size="1x64",
-    budget="4K",
-    device="cpu",
-    conversations_per_shard=8,
-    max_prompt_tokens=16,
-    max_answer_tokens=24,
-    passes=8,
-    row_tokens=64,
-    batch_tokens=128,
-    micro_batch_rows=2,
-)
+DRAFT = replace(TINY, size="1x64", budget="4K", device="cpu", passes=8)
 HEAD = replace(DRAFT, kind="eagle3", draft_vocab=120, budget="6K", learning_rate=2e-3)
 
 
