@@ -124,6 +124,23 @@ def test_kv_events_need_the_name_of_the_model(
     assert "served_model_name" in helm({"kvEvents": {"enabled": True}})["error"]
 
 
+@pytest.mark.parametrize("gpus", [0, 1, 2])
+def test_more_ranks_than_gpus_of_the_pod_are_refused(
+    helm: Callable[[dict[str, Any]], dict[str, Any]], gpus: int
+) -> None:
+    """Such a pod would start, fetch the models, and fail again and again."""
+
+    def answer(num_ranks: int, role: str = "target") -> dict[str, Any]:
+        return helm({"gpus": gpus, "settings": {role: {"tensor_parallel": num_ranks}}})
+
+    most = max(1, gpus)
+    assert "rendered" in answer(most)
+    for role in ("target", "draft"):
+        reason = answer(most + 1, role)["error"]
+        assert f"settings.{role}.tensor_parallel is {most + 1}, but gpus is {gpus}" in reason
+        assert f"set gpus to {most + 1}, or tensor_parallel to {most} at most" in reason
+
+
 def test_the_server_understands_its_environment(render: Render) -> None:
     settings = {
         "server": {"cors_origins": ["https://a.example"], "reasoning_content": True},
