@@ -14,10 +14,9 @@ def make_ready(worker: Worker, config: EngineConfig, report: ReportProgress) -> 
     """
     is_gpu = worker.device.type == "cuda"
     if is_gpu:
-        report("compiling kernels", 0, 1)
         worker.allocate(1)
         with naming_what_to_lower(config):
-            worker.compile()
+            worker.compile(report)
     if config.cache.host_gib:
         report("pinning host memory" if is_gpu else "allocating host memory", 0, 1)
         worker.host_pages = host_pages(worker, config)

@@ -83,7 +83,7 @@ class Worker:
 
     def _build(self, config: EngineConfig, report: ReportProgress) -> None:
         k = config.speculation.max_drafts
-        others = [] if self.followers is None else [self.followers.shared]
+        others = [] if self.followers is None else [partial(self.followers.shared, report=report)]
         self.pair = ModelPair(config, report, *others)
         self.slots = Slots(
             config.scheduler.max_num_seqs,
@@ -128,9 +128,11 @@ class Worker:
         return config.scheduler.max_num_seqs if has_states else 0
 
     @torch.inference_mode()
-    def compile(self) -> None:
+    def compile(self, report: ReportProgress) -> None:
         """Compile the kernels of steps over the dummy page, so that no request waits for one."""
-        with nullcontext() if self.followers is None else self.followers.compiling(self._most_rows):
+        report("compiling kernels", 0, 1)
+        ranks = self.followers
+        with nullcontext() if ranks is None else ranks.compiling(self._most_rows, report):
             self._compile()
 
     def _compile(self) -> None:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -16,6 +17,7 @@ if hasattr(triton, "runtime"):  # else it is a stand-in, and nothing is compiled
     check_reached("triton", triton, "AsyncCompileMode")
     check_reached("triton", triton.JITFunction, "run")
     check_reached("triton", triton.runtime.build, "_load_module_from_path")
+    check_reached("triton", triton.knobs.cache, "dir")
 
 _THREADS = 16
 _EMPTY = {
@@ -38,6 +40,7 @@ def compile_together(warm_ups: Iterable[Callable[[], object]], device: torch.dev
     if device.type == "cpu":
         return
     with (
+        compiling_alone(Path(triton.knobs.cache.dir)),
         torch.cuda.device(device),
         launches_compile_only(),  # until the mode, which waits for all kernels, has ended
         ThreadPoolExecutor(
@@ -48,6 +51,22 @@ def compile_together(warm_ups: Iterable[Callable[[], object]], device: torch.dev
     ):
         for warm_up in warm_ups:
             warm_up()
+
+
+@contextmanager
+def compiling_alone(cache: Path) -> Iterator[None]:
+    """Inside, no other process compiles into this cache: the ranks of a model need the same
+    kernels, and whoever comes second finds them.
+
+    Where files cannot be locked, all compile at once.
+    """
+    import fcntl  # here, since Windows, where nothing is compiled, has none
+
+    with ExitStack() as held:
+        with suppress(OSError):
+            cache.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(held.enter_context((cache / "outrider.lock").open("w")), fcntl.LOCK_EX)
+        yield
 
 
 class CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]

@@ -77,6 +77,7 @@ def perform(share: "TargetShare", op: Op, shape: Shape, integers_np: np.ndarray)
             share.bind(integers_np.tolist())
         case Op.COMPILE:
             share.compile(*integers_np.tolist())
+            return 0  # that it is done
         case Op.HOST:
             share.allocate_host(integers_np.tolist())
         case Op.SAVE:

@@ -71,13 +71,15 @@ class Followers:
         # For an engine that is dropped in a process which goes on.
         self._end = weakref.finalize(self, _end, self._followers, self._lost)
 
-    def shared(self, target: Network) -> SharedDecoder:
+    def shared(self, target: Network, report: ReportProgress) -> SharedDecoder:
         """The target, of which rank 0 has loaded its share, once the others have theirs.
 
         Raises RankError if one of them could not start.
         """
         assert isinstance(target, Decoder)
+        report("waiting for the other ranks", 0, 1)
         keep_bits = [bool(answer) for answer in self._answers()]
+        report("connecting the ranks", 0, 1)
         self.send(Op.JOIN)
         # From here on this process may wait for a lost one for ever, first where they meet.
         self._lost.is_final = True
@@ -131,11 +133,12 @@ class Followers:
         return check_and_report
 
     @contextlib.contextmanager
-    def compiling(self, most_rows: int) -> Iterator[None]:
+    def compiling(self, most_rows: int, report: ReportProgress) -> Iterator[None]:
         """Inside, this rank compiles by itself; the others afterwards, when all is in the cache."""
         with self.group.apart():
             yield
-        self.send(Op.COMPILE, (), np.array([most_rows]))
+        report("loading kernels on the other ranks", 0, 1)
+        self.ask(Op.COMPILE, np.array([most_rows]))
 
     def send(self, op: Op, shape: Shape = (), integers_np: np.ndarray = NONE_NP) -> None:
         """Raises RankLostError if one of them is lost."""
@@ -145,8 +148,9 @@ class Followers:
         except OSError as error:
             raise self.cause_of(error) from error
 
-    def ask(self, op: Op) -> list[np.ndarray]:
-        self.send(op)
+    def ask(self, op: Op, integers_np: np.ndarray = NONE_NP) -> list[np.ndarray]:
+        """Have them do something, and wait for the answers of all."""
+        self.send(op, (), integers_np)
         return self._answers()
 
     def _answers(self) -> list[np.ndarray]:

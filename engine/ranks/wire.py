@@ -15,12 +15,12 @@ class Op(IntEnum):
 
     # To a follower
     JOIN = auto()  # meet the other ranks
-    BIND = auto()  # allocate: see `Follower.bind`
+    BIND = auto()  # allocate: see `Followers.bind`
     PAGES = auto()  # write changed pages into the block tables [3, entries]
     COPY_STATES = auto()  # from slots to others [copies, 2], one after the other
     RUN = auto()  # run the target's phase, of this shape
     CAPTURE = auto()  # capture it
-    COMPILE = auto()  # compile all kernels: see `Follower.compile`
+    COMPILE = auto()  # compile all kernels, and answer then: see `TargetShare.compile`
     MEASURE = auto()  # from now on, note how much memory a step takes
     MEASURED = auto()  # that was the largest step
     HOST = auto()  # allocate pages in host memory: see `Followers.share_host_pages`

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from counted_graphs import without_gpu
 from distributions import bound, chi_squared, total_variation
 from engines import GREEDY, engine_config, prompts, run, sampling_config, tokens
 from forked_ranks import forked
@@ -24,7 +25,7 @@ from mtp import save_tiny_hybrid
 from target_distribution import joint, sample
 from tiny_models import DEVICE, VOCAB, Tiny
 
-from outrider.engine.api import RequestOutput, SamplingParams
+from outrider.engine.api import RequestOutput, SamplingParams, ignore_progress
 from outrider.engine.config import ConfigError, DraftVocabulary, EngineConfig, ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models import pair
@@ -36,6 +37,7 @@ from outrider.engine.ranks import followers
 from outrider.engine.ranks import group as group_module
 from outrider.engine.ranks.followers import RankLostError
 from outrider.engine.ranks.group import Group
+from outrider.engine.ranks.shared_decoder import SharedDecoder
 from outrider.engine.ranks.shared_host_pages import SharedHostPages
 from outrider.engine.ranks.wire import Op
 
@@ -236,6 +238,33 @@ def test_a_follower_that_dies_or_hangs_ends_the_step(
         with pytest.raises(RankLostError, match=reason):
             run(engine, PROMPTS, GREEDY)
         engine.worker.close()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts what runs in place of graphs")
+def test_all_ranks_run_a_shape_once_and_then_only_capture_it(
+    tiny_model: Tiny, start: Callable[[EngineConfig], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 80 layers each pass takes the host of every rank tenths of a second."""
+    passes = torch.zeros(2, dtype=torch.int64).share_memory_()
+    run_pass = SharedDecoder.run
+
+    def counted(decoder: SharedDecoder, *args: Any) -> Any:
+        passes[decoder._group.rank] += 1
+        return run_pass(decoder, *args)
+
+    monkeypatch.setattr(SharedDecoder, "run", counted)
+    stages: list[str] = []
+    with without_gpu():
+        engine = start(engine_config(tiny_model(), max_num_seqs=2))
+        engine.worker.compile(lambda stage, *_: stages.append(stage))
+        passes.zero_()
+        for _ in range(2):  # to learn how much memory graphs take, and over the pages there are
+            engine.worker.allocate(8)
+            engine.worker.capture(ignore_progress)
+        engine.worker.compile(ignore_progress)  # answered when the others are done
+    num_captures = 2 * len(engine.worker.pair.target.captured)
+    assert passes.tolist() == [num_captures + num_captures // 2] * 2
+    assert stages == ["compiling kernels", "loading kernels on the other ranks"]
 
 
 def first_frame_of(follower: str, monkeypatch: pytest.MonkeyPatch) -> Any:

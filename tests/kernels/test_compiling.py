@@ -1,5 +1,6 @@
 """Kernels are compiled in parallel, each once, and none of them runs."""
 
+import fcntl
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -11,7 +12,12 @@ import pytest
 import torch
 from verification import DEVICE
 
-from outrider.kernels.compiling import CompileMode, compile_together, launches_compile_only
+from outrider.kernels.compiling import (
+    CompileMode,
+    compile_together,
+    compiling_alone,
+    launches_compile_only,
+)
 from outrider.kernels.triton_or_none import tl, triton
 
 needs_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
@@ -121,3 +127,22 @@ def test_calls_get_zeros_where_kernels_would_have_written() -> None:
 @triton.jit
 def _add_one(x_ptr):  # type: ignore[no-untyped-def]
     tl.atomic_add(x_ptr, 1)
+
+
+def test_processes_with_one_cache_compile_one_after_the_other(tmp_path: Path) -> None:
+    """All ranks of a model would compile the same kernels into a cold cache."""
+    cache = tmp_path / "triton/cache"
+    with (
+        compiling_alone(cache),
+        (cache / "outrider.lock").open() as other,
+        pytest.raises(BlockingIOError),
+    ):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with (cache / "outrider.lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_cache_that_cannot_be_locked_keeps_nobody_from_compiling(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with compiling_alone(tmp_path / "file"):
+        pass

@@ -20,6 +20,7 @@ from tiny_models import VOCAB, save_tiny_model
 from triton.runtime.interpreter import InterpretedFunction
 
 from outrider.engine import worker
+from outrider.engine.api import ignore_progress
 from outrider.engine.engine import Engine
 from outrider.engine.models import batch_invariance, loading, proof
 from outrider.engine.models.decoder import Decoder
@@ -39,7 +40,7 @@ def main(folder: Path, proposer: str) -> None:
     assert type(engine.worker.pair.target) is Decoder, "it packed its weights for a CPU"
     state = engine.worker.slots.state
     before = [state.token_ids.clone(), state.num_tokens.clone()]
-    engine.worker.compile()
+    engine.worker.compile(ignore_progress)
     assert all(map(torch.equal, before, [state.token_ids, state.num_tokens])), "slots were written"
     asked = prompts([5, 9, 23], VOCAB)
     answers = run(engine, asked, dataclasses.replace(GREEDY, max_tokens=6))
