@@ -124,7 +124,7 @@ class Worker:
 
     def _num_kept_states(self, config: EngineConfig) -> int:
         """How many states behind prefixes are kept: as many as sequences can be seated."""
-        has_states = bool(self.pair.target.slot_states) and self.pair.caches_prefixes
+        has_states = bool(self.pair.target.states) and self.pair.caches_prefixes
         return config.scheduler.max_num_seqs if has_states else 0
 
     @torch.inference_mode()

@@ -58,12 +58,12 @@ class Stack(PagedLayers):
 
     @property
     def attentions(self) -> list[PagedAttention]:
-        states = (part.state for block in self.blocks for part in block.parts)
-        return [state for state in states if state is not None]
+        each = (part.attention for block in self.blocks for part in block.parts)
+        return [attention for attention in each if attention is not None]
 
     @property
-    def slot_states(self) -> list[SlotState]:
-        states = (part.slot_state for block in self.blocks for part in block.parts)
+    def states(self) -> list[SlotState]:
+        states = (part.state for block in self.blocks for part in block.parts)
         return [state for state in states if state is not None]
 
     @property

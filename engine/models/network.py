@@ -48,7 +48,7 @@ class PagedLayers(ABC):
     token_map: TokenMap | None = None  # of a draft; None: its tokens are the target's
     reads_one_table: bool = False  # whether all its layers must share a block table
     # [num_slots, bytes_per_slot] uint8: a slot's states of all layers lie together
-    _states: Tensor | None = None
+    _slot_memory: Tensor | None = None
 
     def widened(self, logits: Tensor) -> Tensor:
         """Own logits by the target's token ids, valid until the next call. [N, V'] -> [N, V]"""
@@ -60,32 +60,31 @@ class PagedLayers(ABC):
         """In the order of the layers."""
 
     @property
-    def slot_states(self) -> Sequence[SlotState]:
+    def states(self) -> Sequence[SlotState]:
         """What its layers keep of whole sequences, in slots."""
         return ()
 
     def bytes_per_slot(self, max_drafts: int) -> int:
         """Of all its layers, if a step may have so many drafts of a sequence."""
-        return sum(self._state_sizes(max_drafts))
-
-    def _state_sizes(self, max_drafts: int) -> list[int]:
-        return [s.spec(max_drafts, self.dtype).bytes_per_slot for s in self.slot_states]
+        return sum(state.num_bytes(max_drafts, self.dtype) for state in self.states)
 
     def bind_states(self, num_slots: int, max_drafts: int) -> None:
         """Allocate what its layers keep in slots, in place of what they have."""
-        for state in self.slot_states:
+        for state in self.states:
             state.free()
-        sizes = self._state_sizes(max_drafts)
-        self._states = None
-        self._states = torch.zeros(num_slots, sum(sizes), dtype=torch.uint8, device=self.device)
-        for state, memory in zip(self.slot_states, self._states.split(sizes, 1), strict=True):
+        sizes = [state.num_bytes(max_drafts, self.dtype) for state in self.states]
+        self._slot_memory = None
+        self._slot_memory = torch.zeros(
+            num_slots, sum(sizes), dtype=torch.uint8, device=self.device
+        )
+        for state, memory in zip(self.states, self._slot_memory.split(sizes, 1), strict=True):
             state.bind(memory, max_drafts, self.dtype)
 
     @property
     def slot_memory(self) -> Tensor:
         """What its layers keep in slots. Shape: [num_slots, bytes_per_slot] uint8."""
-        assert self._states is not None, "states before they were bound"
-        return self._states
+        assert self._slot_memory is not None, "states before they were bound"
+        return self._slot_memory
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy what its layers keep in slots, from one to another, one after the other: the
@@ -126,9 +125,9 @@ class PagedLayers(ABC):
         """Free the cache, if there is one."""
         for layer in self.attentions:
             layer.pages = None
-        for state in self.slot_states:
+        for state in self.states:
             state.free()
-        self._states = None
+        self._slot_memory = None
 
 
 class Pass(NamedTuple):

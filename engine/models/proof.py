@@ -231,20 +231,20 @@ def _agrees(block: Block, x: Tensor, expected: Tensor, batch: ForwardBatch) -> b
 
 def _through(block: Block, x: Tensor, batch: ForwardBatch) -> Tensor:
     """The rows behind a block, over pages and states of their own. Shape: [T, hidden] float32."""
+    attentions = [part.attention for part in block.parts if part.attention is not None]
     states = [part.state for part in block.parts if part.state is not None]
-    slot_states = [part.slot_state for part in block.parts if part.slot_state is not None]
+    for attention in attentions:
+        attention.bind_pages(num_pages_of(len(x)), PAGE, x.dtype, x.device)
     for state in states:
-        state.bind_pages(num_pages_of(len(x)), PAGE, x.dtype, x.device)
-    for slot_state in slot_states:
-        num_bytes = slot_state.spec(0, x.dtype).bytes_per_slot
+        num_bytes = state.num_bytes(0, x.dtype)
         memory = torch.zeros(1, num_bytes, dtype=torch.uint8, device=x.device)
-        slot_state.bind(memory, 0, x.dtype, start=int(batch.rows.positions[0]))
+        state.bind(memory, 0, x.dtype, start=int(batch.rows.positions[0]))
     got = x.clone()
     block(got, None, None, batch)
+    for attention in attentions:
+        attention.pages = None
     for state in states:
-        state.pages = None
-    for slot_state in slot_states:
-        slot_state.free()
+        state.free()
     return got.float()
 
 

@@ -5,8 +5,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from ..memory.spec import SlotSpec
-
 
 class SlotState(ABC):
     """The state of one layer. A row at position 0 begins a sequence, whatever its slot held before.
@@ -17,14 +15,14 @@ class SlotState(ABC):
     """
 
     @abstractmethod
-    def spec(self, max_drafts: int, dtype: torch.dtype) -> SlotSpec:
-        """What it keeps, of rows in this dtype."""
+    def num_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
+        """What it takes in a slot, of rows in this dtype."""
 
     @abstractmethod
     def bind(self, memory: Tensor, max_drafts: int, dtype: torch.dtype, start: int = 0) -> None:
         """Keep it here; the state of every slot is that in front of a row at position `start`.
 
-        Shape: memory [num_slots, bytes_per_slot] uint8, zeros, each row dense.
+        Shape: memory [num_slots, num_bytes] uint8, zeros, each row dense.
         """
 
     @abstractmethod

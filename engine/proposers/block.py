@@ -69,9 +69,9 @@ class MasksAfterAnchor:
         head, slots = self._head, self._slots
         batch = ForwardBatch.unpack(packed, shape, slots)
         is_anchor = batch.rows.positions + 1 == slots.num_tokens[batch.rows.slot_of_row]
-        x = head(torch.where(is_anchor, batch.input_ids, head.mask_token_id), batch)
+        input_ids = torch.where(is_anchor, batch.input_ids, head.mask_token_id)
         rows = rows_of_drafts(batch.rows, k, head.num_leading_rows)
-        h = head.states(x[rows.flatten()])
+        h = head(input_ids, batch, rows.flatten())
         logits = head.logits(h).view(*rows.shape, -1)
         return Block(batch.rows.slots, logits, h.view(*rows.shape, -1))
 

@@ -193,9 +193,8 @@ def test_a_preempted_sequence_starts_over(target: Path) -> None:
 def test_states_are_counted(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(engine_config(target, proposer="suffix", max_num_seqs=3))
     target_model = engine.worker.pair.target
-    kept = [tensor for state in target_model.slot_states for tensor in state.memory]  # type: ignore[attr-defined]
-    assert target_model._states is not None
-    assert engine.info.state_bytes == target_model._states.nbytes
+    kept = [tensor for state in target_model.states for tensor in state.memory]  # type: ignore[attr-defined]
+    assert engine.info.state_bytes == target_model.slot_memory.nbytes
     assert sum(tensor.nbytes for tensor in kept) <= engine.info.state_bytes
     # Of three sequences, of padding, and of three prefixes.
     assert [len(tensor) for tensor in kept] == 2 * [7, 7, 7]

@@ -200,7 +200,7 @@ def test_the_states_of_all_layers_take_one_copy(target: Path) -> None:
 
     network = load_network(ModelConfig(path=str(target), dtype="float32"), DEVICE)
     network.bind_states(4, 2)
-    fields = [field for state in network.slot_states for field in state.bound]  # type: ignore[attr-defined]
+    fields = [field for state in network.states for field in state.bound]  # type: ignore[attr-defined]
     assert len(fields) > 3
     for slot in (0, 3):
         for field in fields:

@@ -77,20 +77,16 @@ class BlockHead(Head):
         for layer in self.context:
             layer.attention.store(layer.kv(c), 0, layer.rope, layer.head_norms, batch)
 
-    def __call__(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
-        """The rows of blocks, before the last norm. Shape: [T] -> [T, hidden]."""
+    def __call__(self, input_ids: Tensor, batch: ForwardBatch, predicting: Tensor) -> Tensor:
+        """The normalised states h of the predicting rows. Shape: [T], [N] -> [N, hidden]."""
         x = F.embedding(input_ids, self.embedding)
         if self.embedding_scale != 1.0:
             x *= self.embedding_scale
         self.through_blocks(x, None, batch)
-        return x
-
-    def states(self, x: Tensor) -> Tensor:
-        """The normalised states h of predicting rows. Shape: [N, hidden]."""
-        return rms_norm(x, self.norm)
+        return rms_norm(x, self.norm, predicting)
 
     def logits(self, h: Tensor) -> Tensor:
-        """Of these states, before the chain. Shape: [N, hidden] -> [N, V']."""
+        """Of states h, before the chain. Shape: [N, hidden] -> [N, V']."""
         logits = self.output_layer(h)
         if self.logit_scale != 1.0:
             logits *= self.logit_scale

@@ -117,10 +117,6 @@ class Attention(Part):
             gated=gated,
         )
 
-    @property
-    def state(self) -> PagedAttention:
-        return self.attention
-
     def __call__(
         self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Normed | None:

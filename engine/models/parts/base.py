@@ -41,22 +41,19 @@ class Part(ABC):
     norm: Norm | None
     post_norm: Norm | None = field(default=None, kw_only=True)  # of its output
     factor: float = field(default=1.0, kw_only=True)  # of what it adds
+    # What it keeps of every token, in pages, and of a whole sequence, in its slot, if it does.
+    attention: PagedAttention | None = field(default=None, kw_only=True)
+    state: SlotState | None = field(default=None, kw_only=True)
+    # The module of transformers' that makes its choices, if it makes any. Rounding may turn a
+    # choice between two that are nearly equal; so a comparison of outputs takes choices from there,
+    # and compares them by themselves.
+    chooser: str | None = field(default=None, kw_only=True)
 
     @abstractmethod
     def __call__(
         self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Normed | None:
         """Shape: x, normed [T, hidden]; returns next_norm(x) or None."""
-
-    @property
-    def state(self) -> PagedAttention | None:
-        """What it keeps of every token, in pages, if it keeps anything."""
-        return None
-
-    @property
-    def slot_state(self) -> SlotState | None:
-        """What it keeps of a whole sequence, in its slot, if it keeps anything."""
-        return None
 
     @property
     def linears(self) -> dict[str, Layer[Weight]]:
@@ -87,17 +84,8 @@ class Part(ABC):
         """None if compiled layers cannot compute it."""
         return None
 
-    @property
-    def chooser(self) -> str | None:
-        """The module of transformers' that makes its choices, if it makes any.
-
-        Rounding may turn a choice between two that are nearly equal; so a comparison of outputs
-        takes choices from there, and compares them by themselves.
-        """
-        return None
-
     def chooses(self, *chosen: Tensor) -> bool:
-        """Whether it chooses alike, given the inputs and outputs of that module."""
+        """Whether it chooses alike, given the inputs and outputs of its chooser."""
         raise NotImplementedError
 
     def choosing(self, *chosen: Tensor) -> Self:

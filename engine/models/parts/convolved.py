@@ -10,7 +10,7 @@ from outrider.kernels.model.block_convolution import block_convolution
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.row_codes import Normed
 
-from ..attention import ForwardBatch, PagedAttention
+from ..attention import ForwardBatch
 from ..checkpoint import AnyCheckpoint
 from ..weights import Change, Dense, Layer, Linear, Weight
 from .base import Part
@@ -37,11 +37,10 @@ class Convolved(Part):
         # In the model's own dtype even in a head that is rounded: taps are sensitive, and few.
         size = 2 * taps * (width // group)
         matrix = tensors.tensor(f"{name}.kernel_projection.weight", size, width)
-        return Convolved(norm=norm, part=part, base=base, projection=Linear(Dense(matrix), None))
-
-    @property
-    def state(self) -> PagedAttention | None:
-        return self.part.state
+        projection = Linear(Dense(matrix), None)
+        return Convolved(
+            norm=norm, part=part, base=base, projection=projection, attention=part.attention
+        )
 
     @property
     def linears(self) -> dict[str, Layer[Weight]]:

@@ -17,7 +17,6 @@ from outrider.kernels.model.gated_norm import gated_norm
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.row_codes import Normed
 
-from ...memory.spec import SlotSpec
 from ..attention import ForwardBatch
 from ..checkpoint import AnyCheckpoint
 from ..shares import Cut, Outputs, Section
@@ -41,8 +40,8 @@ class DeltaState(SlotState):
     num_taps: int  # of the convolution
     memory: DeltaMemory | None = None
 
-    def spec(self, max_drafts: int, dtype: torch.dtype) -> SlotSpec:
-        return SlotSpec(sum(self._sizes(max_drafts, dtype)))
+    def num_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
+        return sum(self._sizes(max_drafts, dtype))
 
     def _sizes(self, max_drafts: int, dtype: torch.dtype) -> list[int]:
         """Bytes in a slot of each field of its memory."""
@@ -80,7 +79,7 @@ class DeltaNet(Part):
     output: Linear
     weights: DeltaWeights
     gated_norm: Norm  # of each value head
-    memory: DeltaState
+    state: DeltaState
     order: Tensor | None = field(default=None, kw_only=True)  # of the inputs' columns
 
     def __post_init__(self) -> None:
@@ -133,18 +132,14 @@ class DeltaNet(Part):
                 tensors.float32(f"{name}.dt_bias", heads.num_value_heads, cut=by_head),
             ),
             gated_norm=Norm(tensors.float32(f"{name}.norm.weight", heads.value_dim), norm.eps),
-            memory=DeltaState(heads, num_taps),
+            state=DeltaState(heads, num_taps),
             order=order,
         )
-
-    @property
-    def slot_state(self) -> DeltaState:
-        return self.memory
 
     def __call__(
         self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Normed | None:
-        state = self.memory
+        state = self.state
         rows = self.inputs.of_normed(x, normed, self.norm)
         if self.order is not None:
             rows = rows[:, self.order]

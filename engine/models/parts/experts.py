@@ -204,7 +204,6 @@ class ExpertMLP(Part):
     down: Layer[ExpertWeights]
     glu: Glu
     router: Router
-    chooser: str | None = None
     shared_gate_up: Linear | None = None
     shared_down: Linear | None = None
     is_gated: bool = False  # whether the shared expert is
