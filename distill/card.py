@@ -6,6 +6,8 @@ from itertools import accumulate
 from operator import mul
 from pathlib import Path
 
+from outrider.engine.models.heads.config import head_kind
+
 from .recipe import Extent, Recipe
 from .train import HeldOut
 
@@ -52,7 +54,7 @@ _HEAD_CARD = """\
 tags: [speculative-decoding, {kind}]
 ---
 
-# An {name} head for {target}
+# {name} head for {target}
 
 It reads the hidden states of {target} and proposes what the target then verifies. Made by
 `outrider distill --kind {kind}`; without its target it is of no use. The target's licence and
@@ -72,7 +74,7 @@ No other text was used.
 
 ## Training
 
-A training-time test of {k} drafts in a row. Loss: {divergence} to the target's distribution over
+{drafting} Loss: {divergence} to the target's distribution over
 the drafted tokens, in the last {last_share:.0%} of the steps {last_divergence}; {num_steps} steps
 over {num_shards} shards of text. {start} The recipe, whole:
 
@@ -96,22 +98,31 @@ def write_card(recipe: Recipe, extent: Extent, held_out: HeldOut, folder: Path) 
         else f"New, {recipe.size} (layers x width): a Llama, its embedding (tied to the head) the\n"
         "target's along its strongest axes, its layers from random."
     )
-    name = {"eagle3": "EAGLE-3", "mtp": "MTP"}.get(recipe.kind, "")
+    names = {
+        "eagle3": "An EAGLE-3",
+        "mtphead": "An MTP",
+        "dflash": "A DFlash",
+        "dspark": "A DSpark",
+    }
+    each = [(held_out.greedy_agreement, held_out.sampled_acceptance), *held_out.later]
+    drafting = f"A training-time test of {len(each)} drafts in a row."
     if recipe.kind == "eagle3":
         start = (
             "It drafts the most frequent\ntokens of the text. The embedding is the target's, and "
             "output layer and last norm begin as the\ntarget's."
         )
-    if recipe.kind == "mtp":
+    if recipe.kind in ("mtp", "dflash"):
         start = (
             f"It began as the head in\n`{Path(recipe.start or recipe.target).name}`; embedding and "
-            "output layer are the target's."
+            "output layer are not trained."
         )
-    each = [(held_out.greedy_agreement, held_out.sampled_acceptance), *held_out.later]
+    if recipe.kind == "dflash":
+        drafting = f"Blocks of {len(each)} drafts, spread over the target's text."
     (folder / "README.md").write_text(
         (_CARD if recipe.kind == "draft" else _HEAD_CARD).format(
             kind=recipe.kind,
-            name=name,
+            name=names.get(head_kind(folder) or recipe.kind, ""),
+            drafting=drafting,
             target=Path(recipe.target).name,
             greedy=held_out.greedy_agreement,
             sampled=held_out.sampled_acceptance,

@@ -6,19 +6,18 @@ first step's rows up to t, and to its own rows of the later steps: just what a h
 drafted i tokens. The formulas are those of `engine/models/heads/eagle3.py`.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from outrider.engine.models.admission import max_positions
 
+from .head import HeadModule, write_head
 from .recipe import DistillError, Recipe
 
 _WEIGHT_STD = 0.02
@@ -57,14 +56,12 @@ def draft_tokens(token_ids: Tensor, vocab_size: int, asked: int) -> Tensor:
     return order[: min(size, vocab_size)].sort().values
 
 
-class HeadModule(nn.Module):
-    """The trainable parameters, named as in the saved file; float32."""
-
+class Eagle3Module(HeadModule):
     def __init__(self, target: PreTrainedModel, target_ids: Tensor, boundaries: tuple[int, ...]):
         """Shape: target_ids [V'], the target's id of each drafted token."""
         super().__init__()
         of_text = target.config.get_text_config()
-        self.device = target.device
+        self.take_over(target, target_ids)
         self.boundaries = boundaries
         self.num_heads, self.num_kv_heads = of_text.num_attention_heads, of_text.num_key_value_heads
         self.head_dim = getattr(of_text, "head_dim", None) or of_text.hidden_size // self.num_heads
@@ -104,7 +101,6 @@ class HeadModule(nn.Module):
         )
         self.norm = nn.RMSNorm(width, self.eps)
         self.lm_head = nn.Linear(width, len(target_ids), bias=False)
-        self.register_buffer("target_ids", target_ids, persistent=False)
         rope = {"rope_type": "default", "rope_theta": self.rope_theta}  # without stretching
         config = LlamaConfig(head_dim=self.head_dim, rope_parameters=rope)
         self.rotary = LlamaRotaryEmbedding(config)
@@ -112,34 +108,24 @@ class HeadModule(nn.Module):
         with torch.no_grad():  # starts out like a target that stops at its last tap
             self.fc.weight.mul_(0.1)
             self.fc.weight[:, -width:] += torch.eye(width, device=self.device)
-            output = target.get_output_embeddings().get_parameter("weight")
-            self.lm_head.weight.copy_(output[target_ids.to(output.device)])
+            self.lm_head.weight.copy_(self._of_target[1][self.get_buffer("target_ids")])
             self.norm.weight.copy_(target.get_decoder().norm.weight)
-        # In a tuple, because it belongs to the target: it is not a parameter of the head.
-        self._embedding = (target.get_input_embeddings().get_parameter("weight"),)
 
     def forward(
-        self, states: Tensor, next_ids: Tensor, mask: Tensor, num_steps: int
+        self, states: Tensor, next_ids: Tensor, mask: Tensor, num_drafts: int, rows: slice
     ) -> list[Tensor]:
-        """Logits of each step over the drafted tokens: [B, L, V'] each.
-
-        Shape:
-            states: [B, L, m, hidden], of the target
-            next_ids: [B, L + num_steps - 1], the token after each row, and those after the last
-            mask: [B, 1, L, L] bool, which rows of the first step a row may attend to
-        """
         f = self.fc(states.flatten(2).float())
         length = f.shape[1]
         seen: list[_Seen] = []
         found = []
-        for i in range(num_steps):
+        for i in range(num_drafts):
             f = self._layer(f, next_ids[:, i : i + length], mask, seen)
-            found.append(self.lm_head(self.norm(f)))
+            found.append(self.lm_head(self.norm(f[:, rows])))
         return found
 
     def _layer(self, f: Tensor, ids: Tensor, mask: Tensor, seen: list[_Seen]) -> Tensor:
         layer: Any = self.midlayer
-        e = layer["input_layernorm"](F.embedding(ids, self._embedding[0]).float())
+        e = layer["input_layernorm"](F.embedding(ids, self._of_target[0]).float())
         z = torch.cat((e, layer["hidden_norm"](f)), -1)
         x = f + self._attention(layer["self_attn"], z, mask, seen)
         z, mlp = layer["post_attention_layernorm"](x), layer["mlp"]
@@ -173,13 +159,11 @@ class HeadModule(nn.Module):
     def export(self, target: PreTrainedModel, folder: Path) -> None:
         """Save it in the form that vLLM and SGLang read: flat config, weights in bfloat16."""
         of_text = target.config.get_text_config()
-        folder.mkdir(parents=True, exist_ok=True)
         ids = self.get_buffer("target_ids").cpu()
-        vocab_size = len(self._embedding[0])
-        tensors = {name: t.detach().bfloat16().cpu() for name, t in self.state_dict().items()}
+        vocab_size = len(self._of_target[0])
+        tensors = self.state_dict()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -202,30 +186,15 @@ class HeadModule(nn.Module):
             "eos_token_id": of_text.eos_token_id,
             "eagle_aux_hidden_state_layer_ids": list(self.boundaries),
             "eagle_config": {"use_aux_hidden_state": True},
-            "torch_dtype": "bfloat16",
         }
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_head(folder, tensors, config)
 
 
-def states_of(
-    target: PreTrainedModel, token_ids: Tensor, mask: Tensor | None, boundaries: tuple[int, ...]
-) -> Tensor:
-    """The target's hidden states. Shape: [B, L] -> [B, L, m, hidden]."""
-    with torch.no_grad():
-        hidden = target.get_decoder()(
-            input_ids=token_ids.long(),
-            attention_mask=mask,
-            output_hidden_states=True,
-            use_cache=False,
-        ).hidden_states
-    return torch.stack([hidden[b] for b in boundaries], 2)
-
-
-def new_head(target: PreTrainedModel, recipe: Recipe, token_ids: Tensor) -> HeadModule:
+def new_head(target: PreTrainedModel, recipe: Recipe, token_ids: Tensor) -> Eagle3Module:
     """An untrained head for this text of the target: [T]."""
     vocab_size = target.get_input_embeddings().get_parameter("weight").shape[0]
     ids = draft_tokens(token_ids.cpu(), vocab_size, recipe.draft_vocab)
     boundaries = default_boundaries(target.config.get_text_config().num_hidden_layers)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
-        return HeadModule(target, ids, boundaries)
+        return Eagle3Module(target, ids, boundaries)

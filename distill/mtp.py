@@ -8,25 +8,21 @@ The formulas are those of `engine/models/heads/mtp.py`.
 """
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.engine.models.heads.config import HeadError, mtp_names
-from outrider.engine.models.weight_files import WeightFileError, name_in_text, stored_tensors
 
+from .head import HeadModule, config_to_keep, stored_head, tensors_of, write_head
 from .recipe import DistillError, Recipe
 
 _PREFIX = "mtp."
 _NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-_FLOATS = ("BF16", "F16", "F32")
 
 
 def check_head(recipe: Recipe, config: PreTrainedConfig) -> None:
@@ -40,27 +36,9 @@ def check_head(recipe: Recipe, config: PreTrainedConfig) -> None:
     folder = Path(recipe.start or recipe.target)
     try:
         mtp_names(folder)
-        stored = stored_tensors(folder)
-    except (HeadError, WeightFileError) as error:
+    except HeadError as error:
         raise DistillError(f"kind: {folder} has no head to begin with: {error}") from None
-    of_head = {name_in_text(name): tensor for name, tensor in stored.items()}
-    for name, tensor in of_head.items():
-        if name.startswith(_PREFIX) and tensor.dtype not in _FLOATS:
-            raise DistillError(
-                f"kind: in {folder}, {name} is quantised ({tensor.dtype}); begin with a head in 16 "
-                "bits: --start DIR takes that of another copy"
-            )
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the head in a folder, without what their names begin with."""
-    found = {}
-    for name, stored in stored_tensors(folder).items():
-        own = name_in_text(name)
-        if own.startswith(_PREFIX):
-            with safe_open(stored.path, "pt") as file:
-                found[own.removeprefix(_PREFIX)] = file.get_tensor(name).float()
-    return _with_stacked_experts(found)
+    stored_head(folder, _PREFIX)
 
 
 def _with_stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -80,8 +58,8 @@ def _with_stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-class MtpModule(nn.Module):
-    """The trainable parameters, named as in the saved file but for `mtp.`; float32."""
+class MtpModule(HeadModule):
+    """Its parameters are named as in the saved file but for `mtp.`."""
 
     def __init__(self, target: PreTrainedModel, folder: Path) -> None:
         """`folder` holds the head that it begins as."""
@@ -89,7 +67,7 @@ class MtpModule(nn.Module):
         decoder: Any = target.get_decoder()
         of_text = target.config.get_text_config()
         width, index = of_text.hidden_size, of_text.layer_types.index("full_attention")
-        self.device = target.device
+        self.take_over(target)
         self.boundaries = (of_text.num_hidden_layers,)  # which transformers has behind the norm
         self._folder = folder
         self.fc = nn.Linear(2 * width, width, bias=False, device=self.device)
@@ -98,35 +76,29 @@ class MtpModule(nn.Module):
         self.layers = nn.ModuleList([copy.deepcopy(decoder.layers[index])])
         self.float().requires_grad_(True)
         try:
-            self.load_state_dict(_tensors(folder))
+            self.load_state_dict(_with_stacked_experts(tensors_of(folder, _PREFIX)))
         except (RuntimeError, KeyError) as error:
             reason = " ".join(str(error).split())
             raise DistillError(f"kind: the head in {folder} is another one: {reason}") from None
-        output = target.get_output_embeddings().get_parameter("weight")
-        ids = torch.arange(len(output), device=self.device)
-        self.register_buffer("target_ids", ids, persistent=False)
-        # In a tuple, because they belong to the target: they are not parameters of the head.
-        embedding = target.get_input_embeddings().get_parameter("weight")
-        self._of_target = (embedding, output, decoder.rotary_emb)
+        self._rotary = (decoder.rotary_emb,)
 
     def forward(
-        self, states: Tensor, next_ids: Tensor, mask: Tensor, num_steps: int
+        self, states: Tensor, next_ids: Tensor, mask: Tensor, num_drafts: int, rows: slice
     ) -> list[Tensor]:
-        """Logits of each step: [B, L, V] each. Shapes as those of `eagle3.HeadModule`."""
         of_embedding, of_hidden, norm = (self.get_submodule(name) for name in _NORMS)
-        embedding, output, _ = self._of_target
+        embedding, output = self._of_target
         h, length = states[:, :, 0].float(), states.shape[1]
-        rows, found = [], []
-        for i in range(num_steps):
+        of_steps, found = [], []
+        for i in range(num_drafts):
             e = F.embedding(next_ids[:, i : i + length], embedding).float()
-            rows.append(self.fc(torch.cat((of_embedding(e), of_hidden(h)), -1)))
-            h = norm(self._last_rows(rows, mask))
-            found.append(F.linear(h.to(output.dtype), output))
+            of_steps.append(self.fc(torch.cat((of_embedding(e), of_hidden(h)), -1)))
+            h = norm(self._last_rows(of_steps, mask))
+            found.append(F.linear(h[:, rows].to(output.dtype), output))
         return found
 
-    def _last_rows(self, rows: list[Tensor], mask: Tensor) -> Tensor:
+    def _last_rows(self, of_steps: list[Tensor], mask: Tensor) -> Tensor:
         """The layer's output for the last step's rows. Shape: [B, L, hidden] each -> the same."""
-        x, length, steps = torch.cat(rows, 1), rows[0].shape[1], len(rows)
+        x, length, steps = torch.cat(of_steps, 1), of_steps[0].shape[1], len(of_steps)
         own = torch.eye(length, dtype=torch.bool, device=x.device).expand_as(mask)
         later = torch.cat([own] * steps, -1).unflatten(-1, (steps, length))
         seen = []
@@ -136,7 +108,7 @@ class MtpModule(nn.Module):
             of_step[..., i + 1 :, :] = False
             seen.append(of_step.flatten(-2))
         positions = torch.cat([torch.arange(length, device=x.device) + i for i in range(steps)])
-        rotary_emb = self._of_target[2]
+        rotary_emb = self._rotary[0]
         if hasattr(rotary_emb, "mrope_section"):  # of text: time, height and width are alike
             rotary = rotary_emb(x, positions.expand(3, 1, -1))
         else:
@@ -147,12 +119,6 @@ class MtpModule(nn.Module):
         return out[:, -length:]
 
     def export(self, target: PreTrainedModel, folder: Path) -> None:
-        """Save it in bfloat16, with its target's config, under the names in that checkpoint."""
-        folder.mkdir(parents=True, exist_ok=True)
-        state = self.state_dict().items()
-        tensors = {f"{_PREFIX}{name}": t.detach().bfloat16().cpu() for name, t in state}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        config = json.loads((self._folder / "config.json").read_text())
-        config.pop("quantization_config", None)
-        config |= {"architectures": ["MtpHead"], "torch_dtype": "bfloat16"}
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        """Save it with its target's config, under the names in that checkpoint."""
+        tensors = {f"{_PREFIX}{name}": t for name, t in self.state_dict().items()}
+        write_head(folder, tensors, config_to_keep(self._folder) | {"architectures": ["MtpHead"]})

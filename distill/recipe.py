@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .whole_file import whole_file
 
-# A model of its own, or a head that reads the target's states: a new one, or the target's own.
-Kind = Literal["draft", "eagle3", "mtp"]
+# A model of its own, or a head that reads the target's states: a new one, the target's own, or one
+# that drafts whole blocks, which goes on from another.
+Kind = Literal["draft", "eagle3", "mtp", "dflash"]
 Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
 
 _OF_TEXT = (
@@ -87,7 +88,7 @@ class Recipe:
     out: str
     kind: Kind = "draft"
     size: str = "3x256"
-    start: str | None = None  # directory of a draft to continue from, of any size; None: a new one
+    start: str | None = None  # directory of a draft or head to continue from; None: a new one
     budget: str = "10m"
     text: str | None = None  # a folder that keeps the text for other recipes; None: not kept
     prompts: str | None = None  # a file or data set of user turns; None: the target writes them
@@ -109,16 +110,16 @@ class Recipe:
     batch_tokens: int = 2048
     micro_batch_rows: int = 1
     learning_rate: float = 8e-3
-    # For heads.
-    draft_vocab: int = 0  # how many tokens, the most frequent, are drafted; 0: by the vocabulary
+    # For eagle3 and mtp heads.
     head_steps: int = 3  # steps of the training-time test: drafts in a row
+    draft_vocab: int = 0  # eagle3: the most frequent tokens, so many, are drafted; 0: by the target
 
     @staticmethod
     def of(device: str, **given: Any) -> "Recipe":
         """A recipe with batch sizes that suit the device."""
         if (kind := given.get("kind", "draft")) != "draft":
-            # A head starts out from parts of the target, and computes each row head_steps times.
-            rate = 2e-3 if kind == "eagle3" else 3e-4  # an MTP head has learnt already
+            # A head starts out from parts of the target, and computes rows several times.
+            rate = 2e-3 if kind == "eagle3" else 3e-4  # the others have learnt already
             given = {"learning_rate": rate, "micro_batch_rows": 4 if device != "cpu" else 1} | given
         if device.startswith("cuda"):
             given = {

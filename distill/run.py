@@ -20,10 +20,9 @@ from outrider.engine.api import ReportProgress
 from outrider.engine.models.admission import check_config, max_positions
 from outrider.engine.models.architectures import load_config
 
+from . import dflash, eagle3, mtp
 from .card import write_card
 from .draft import load_start
-from .eagle3 import check_target
-from .mtp import check_head
 from .prompts import frame, load_tokenizer, user_turns
 from .recipe import Budget, DistillError, Extent, Recipe, Size
 from .replicas import EXTENT_FILE, train_draft
@@ -116,12 +115,15 @@ def _check_models(recipe: Recipe) -> None:
             f"{recipe.target} has positions for {room} tokens, and conversations take up to "
             f"{longest}; in a recipe, lower max_prompt_tokens or max_answer_tokens"
         )
-    if recipe.kind == "eagle3":
-        check_target(config)
-    if recipe.kind == "mtp":
-        check_head(recipe, config)
-    elif recipe.start is not None:
-        load_start(recipe.start, config, torch.device("cpu"))
+    match recipe.kind:
+        case "eagle3":
+            eagle3.check_target(config)
+        case "mtp":
+            mtp.check_head(recipe, config)
+        case "dflash":
+            dflash.check_head(recipe, config)
+        case "draft" if recipe.start is not None:
+            load_start(recipe.start, config, torch.device("cpu"))
 
 
 @contextlib.contextmanager

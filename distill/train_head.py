@@ -1,23 +1,26 @@
 """The head learns the target's distributions, each draft after those that it recycles."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.engine.host_memory import available_bytes
 
+from .dflash import BlockModule, begun
 from .divergence import mean_divergence
-from .eagle3 import HeadModule, default_boundaries, new_head, states_of
+from .eagle3 import default_boundaries, new_head
+from .head import HeadModule, states_of
 from .lessons import Lessons
 from .mtp import MtpModule
 from .recipe import DistillError, Divergence, Recipe
 from .train import HeldOut, Trainer, mask_of
 
 _STATES_SHARE = 0.5  # of the free memory, for the target's states
-_DECAY = 0.8  # of the weight of each further draft
 _NOWHERE = -30.0  # a log probability and a logit that count for nothing
 
 
@@ -30,18 +33,32 @@ def kept_states(recipe: Recipe, target: PreTrainedModel, num_tokens: int) -> tup
     if recipe.kind == "draft":
         return ()
     of_text = target.config.get_text_config()
-    is_mtp, num_layers = recipe.kind == "mtp", of_text.num_hidden_layers
-    boundaries = (num_layers,) if is_mtp else default_boundaries(num_layers)
+    boundaries = _boundaries(recipe, target)
     num_bytes = num_tokens * len(boundaries) * of_text.hidden_size * target.dtype.itemsize
     room = _room(target.device) * _STATES_SHARE
     if num_bytes < room:
         return boundaries
-    if is_mtp:
+    if "linear_attention" in (getattr(of_text, "layer_types", None) or ()):
         raise DistillError(
             f"the target's states of {num_tokens} tokens take {num_bytes / 1e9:.1f} GB, and there "
             f"is room for {room / 1e9:.1f}; give a smaller budget"
         )
     return ()
+
+
+def _boundaries(recipe: Recipe, target: PreTrainedModel) -> tuple[int, ...]:
+    """Those of the target that the recipe's head reads."""
+    num_layers = target.config.get_text_config().num_hidden_layers
+    if recipe.kind == "mtp":
+        return (num_layers,)
+    if recipe.kind == "dflash":
+        return BlockModule(_folder(recipe), target.config).boundaries
+    return default_boundaries(num_layers)
+
+
+def _folder(recipe: Recipe) -> Path:
+    """Where the head is that training begins with."""
+    return Path(recipe.start or recipe.target)
 
 
 def _room(device: torch.device) -> int:
@@ -54,17 +71,18 @@ def _room(device: torch.device) -> int:
 class HeadTrainer(Trainer):
     """A head in training. If the lessons have no states, the target reads each batch again."""
 
-    draft: HeadModule | MtpModule
+    draft: HeadModule
 
     def __init__(self, recipe: Recipe, target: PreTrainedModel, token_ids: Tensor) -> None:
         """Shape: token_ids [T], the target's text, whose most frequent tokens a new head drafts."""
-        draft: HeadModule | MtpModule
-        if recipe.kind == "mtp":
-            draft = MtpModule(target, Path(recipe.start or recipe.target))
-        else:
+        draft: HeadModule
+        if recipe.kind == "eagle3":
             draft = new_head(target, recipe, token_ids)
+        else:
+            draft = (MtpModule if recipe.kind == "mtp" else begun)(target, _folder(recipe))
         super().__init__(recipe, draft, target.dtype)
         self._target = target
+        self._num_drafts = draft.num_drafts or recipe.head_steps
         ids = self.draft.get_buffer("target_ids")
         vocab_size = target.get_input_embeddings().get_parameter("weight").shape[0]
         # [V] place of each token among the drafted ones; their number for all other tokens
@@ -76,34 +94,37 @@ class HeadTrainer(Trainer):
     ) -> Tensor:
         token_ids, owner = lessons.token_ids[rows], lessons.conversation_of[rows]
         states = None if lessons.states is None else lessons.states[rows]
-        logits_of = self._drafts(token_ids, mask_of(owner), states)
-        length = logits_of[0].shape[1]
-        share = weight / sum(_DECAY**i for i in range(len(logits_of)))
+        # Other rows in each step, and the same after a break.
+        first = np.random.default_rng([self.recipe.seed, self.step]).integers(self.draft.stride)
+        drafting = slice(int(first), rows.shape[1] - self._num_drafts, self.draft.stride)
+        logits_of = self._drafts(token_ids, mask_of(owner), states, drafting)
+        behind = torch.arange(rows.shape[1], device=self.device)[drafting]
+        decay = self.draft.decay
+        share = weight / sum(decay**i for i in range(len(logits_of)))
         loss = torch.zeros((), device=self.device)
         for i, logits in enumerate(logits_of):
-            at = slice(i + 1, i + 1 + length)
+            at = behind + i + 1
             # Not of the conversation that starts in between, nor of what users type.
-            is_taught = (owner[:, at] == owner[:, :length]) & lessons.is_answered[rows[:, at]]
+            is_taught = (owner[:, at] == owner[:, behind]) & lessons.is_answered[rows[:, at]]
             positions = rows[:, at][is_taught]
             top_ids, top_log_probs = self._drafted(
                 lessons.top_ids[positions], lessons.top_log_probs[positions]
             )
             taught = torch.nn.functional.pad(logits[is_taught], (0, 1), value=_NOWHERE)
             loss = loss + mean_divergence(
-                divergence, top_ids, top_log_probs, taught, share * _DECAY**i
+                divergence, top_ids, top_log_probs, taught, share * decay**i
             )
         loss.backward()
         return loss.detach()
 
     def _drafts(
-        self, token_ids: Tensor, mask: Tensor | None, states: Tensor | None
+        self, token_ids: Tensor, mask: Tensor | None, states: Tensor | None, drafting: slice
     ) -> Sequence[Tensor]:
-        """Logits of each draft after every row that is followed by enough tokens.
+        """Logits of each draft behind these rows, which are followed by enough tokens.
 
         Shape: token_ids [B, L], mask [B, 1, L, L], states [B, L, m, hidden]; None: computed here.
         """
-        num_steps = self.recipe.head_steps
-        length = token_ids.shape[1] - num_steps
+        length = token_ids.shape[1] - self._num_drafts
         if states is None:
             states = states_of(self._target, token_ids, mask, self.draft.boundaries)
         if mask is None:
@@ -111,7 +132,11 @@ class HeadTrainer(Trainer):
         enabled = self._dtype != torch.float32
         with torch.autocast(self.device.type, self._dtype, enabled=enabled):
             logits_of: list[Tensor] = self.draft(
-                states[:, :length], token_ids[:, 1:], mask[..., :length, :length], num_steps
+                states[:, :length],
+                token_ids[:, 1:],
+                mask[..., :length, :length],
+                self._num_drafts,
+                drafting,
             )
         return logits_of
 
@@ -130,17 +155,19 @@ class HeadTrainer(Trainer):
     @torch.no_grad()
     def evaluate(self, lessons: Lessons) -> HeldOut:
         """Agreement of each draft after the target's own tokens, conversation by conversation."""
-        num_steps, ids = self.recipe.head_steps, self.draft.get_buffer("target_ids")
-        sums = torch.zeros(num_steps, 3, device=self.device)
-        for start, length in zip(lessons.starts_np, lessons.lengths_np, strict=True):
-            if length <= num_steps:
+        num_drafts, ids = self._num_drafts, self.draft.get_buffer("target_ids")
+        sums = torch.zeros(num_drafts, 3, device=self.device)
+        of_each = zip(lessons.starts_np, lessons.lengths_np, strict=True)
+        for (start, length), first in itertools.product(of_each, range(self.draft.stride)):
+            if length <= num_drafts + first:
                 continue
             part = slice(start, start + length)
+            drafting = slice(first, length - num_drafts, self.draft.stride)
+            behind = torch.arange(start, start + length, device=self.device)[drafting]
             states = None if lessons.states is None else lessons.states[None, part]
-            logits_of = self._drafts(lessons.token_ids[None, part], None, states)
+            logits_of = self._drafts(lessons.token_ids[None, part], None, states, drafting)
             for i, logits in enumerate(logits_of):
-                first = start + i + 1
-                at = torch.arange(first, first + logits.shape[1], device=self.device)
+                at = behind + i + 1
                 is_taught = lessons.is_answered[at]
                 at, taught = at[is_taught], logits[0][is_taught]
                 top_ids = lessons.top_ids[at].long()

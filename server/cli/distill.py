@@ -44,9 +44,10 @@ def distill_command(
     kind: Annotated[
         Kind,
         typer.Option(
-            metavar="draft|eagle3|mtp",
+            metavar="draft|eagle3|mtp|dflash",
             help="draft: a small model; eagle3: a head over the target's hidden states; mtp: the "
-            "MTP head of a hybrid (Qwen3.5, Qwen3.6, Qwen3-Next), trained further.",
+            "MTP head of a hybrid (Qwen3.5, Qwen3.6, Qwen3-Next), trained further; dflash: the "
+            "DFlash or DSpark head in --start, trained further.",
         ),
     ] = "draft",
     draft_vocab: Annotated[
@@ -62,10 +63,10 @@ def distill_command(
         str, typer.Option(metavar="LAYERSxWIDTH", help="Shape of a new draft.")
     ] = "3x256",
     start: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="PATH",
-            help="Train the draft, or the MTP head, in this directory further; its shape is kept.",
+            metavar="MODEL",
+            help="Train this draft or head further, a directory or a hub id; its shape is kept.",
         ),
     ] = None,
     budget: Annotated[
@@ -113,7 +114,7 @@ def distill_command(
                 text=str(text) if text else None,
                 prompts=prompts,
                 size=size,
-                start=str(start) if start else None,
+                start=str(resolve(start, report=display)) if start else None,
                 budget=budget,
                 divergence=loss,
                 seed=seed,

@@ -9,7 +9,8 @@ from heads import NUM_HEADS, PlainHead, tensors_of
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from outrider.distill.eagle3 import HeadModule, default_boundaries, draft_tokens, states_of
+from outrider.distill.eagle3 import Eagle3Module, default_boundaries, draft_tokens
+from outrider.distill.head import states_of
 from outrider.distill.recipe import Recipe
 from outrider.distill.train_head import kept_states
 from outrider.engine import host_memory
@@ -29,7 +30,7 @@ def test_training_runs_what_is_served(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     ids = torch.arange(0, vocab, 2)
     torch.manual_seed(0)
-    module = HeadModule(model, ids, default_boundaries(6))
+    module = Eagle3Module(model, ids, default_boundaries(6))
     assert module.num_heads == NUM_HEADS
     with torch.no_grad():
         for parameter in module.parameters():
@@ -42,7 +43,7 @@ def test_training_runs_what_is_served(tmp_path: Path) -> None:
     states = states_of(model, text, None, module.boundaries)
     mask = torch.ones(1, 1, 11, 11, dtype=torch.bool).tril()
     with torch.no_grad():
-        got = torch.stack(module(states[:, :11], text[:, 1:], mask, 3))[:, 0]
+        got = torch.stack(module(states[:, :11], text[:, 1:], mask, 3, slice(None)))[:, 0]
         for row in (0, 4, 10):
             known, drafts = text[0, : row + 2].tolist(), text[0, row + 2 : row + 5].tolist()
             expected = plain.draft_logits(states[0], known, [*drafts, 0][:3], vocab)[:, ids]
@@ -53,7 +54,7 @@ def test_a_saved_head_is_what_other_engines_load(tmp_path: Path) -> None:
     """As LlamaForCausalLMEagle3 is in vLLM and SGLang, which map no other names."""
     path = save_tiny_model(tmp_path / "target", num_hidden_layers=6, vocab_size=60)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    module = HeadModule(model, torch.arange(0, 60, 2), default_boundaries(6))
+    module = Eagle3Module(model, torch.arange(0, 60, 2), default_boundaries(6))
     module.export(model, tmp_path / "head")
     config = json.loads((tmp_path / "head/config.json").read_text())
     width, inner, head_dim = (config[n] for n in ("hidden_size", "intermediate_size", "head_dim"))
