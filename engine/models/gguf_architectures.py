@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.kernels.cpu.packing import Codes
 
 from .checkpoint import EMBEDDING, OUTPUT_LAYER
+from .unread import layer_of
 
 _OUTER = {EMBEDDING: "token_embd", "model.norm": "output_norm", OUTPUT_LAYER: "output"}
 _NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
@@ -99,14 +100,10 @@ class Llama:
     def is_known(self, name: str) -> bool:
         """Whether the file's tensor is one that this architecture has."""
         found = _BLOCK.fullmatch(name)
-        if self.num_layers <= _layer_of(name) < self.value("block_count"):
+        if self.num_layers <= layer_of(name) < self.value("block_count"):
             return True  # an MTP head's
         known = {f"{stem}.weight" for stem in (self.inner if found else _OUTER).values()}
         return (found[2] if found else name) in known
-
-    def reads_later(self, name: str) -> bool:
-        """Whether the file's tensor is of an MTP head that is read if somebody asks for it."""
-        return False
 
     def missing(self, names: Mapping[str, Any]) -> list[str]:
         """The file's tensors that are not there, by their names."""
@@ -163,9 +160,6 @@ class Hybrid(Mixture):
         if stem in _MTP:
             return Place(f"blk.{self.num_layers}.{_MTP[stem]}.{kind}")
         return super().place(name)
-
-    def reads_later(self, name: str) -> bool:
-        return _layer_of(name) == self.num_layers
 
     def is_known(self, name: str) -> bool:
         stem = Place(name).stem
@@ -249,12 +243,6 @@ def architecture_of(metadata: Mapping[str, Any]) -> Llama | None:
     """How this file stores its model; None if that is not known here."""
     name = str(metadata.get("general.architecture"))
     return ARCHITECTURES[name](name, metadata) if name in ARCHITECTURES else None
-
-
-def _layer_of(name: str) -> int:
-    """-1: none."""
-    found = _BLOCK.fullmatch(name)
-    return int(found[1]) if found else -1
 
 
 def _unpermuted(rows: Tensor, num_heads: int) -> Tensor:

@@ -104,8 +104,7 @@ class GgufCheckpoint(AnyCheckpoint):
         return torch.cat([self.stored(name).to(self.dtype) for name in names]).to(self.device)
 
     def unread(self) -> set[str]:
-        unread = {*self._file.names} - self._names_read - _ROPE_FACTORS
-        return {name for name in unread if not self._architecture.reads_later(name)}
+        return {*self._file.names} - self._names_read - _ROPE_FACTORS
 
     def _tied(self, embedding: Tensor) -> Matrix:
         if not self._keeps_width:

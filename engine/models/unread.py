@@ -11,6 +11,7 @@ log = logging.getLogger(__name__)
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|blk)\.(\d+)\.")
 # Buffers that older versions of transformers saved; their values follow from the config.
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+_MTP_PROJECTION = ".eh_proj."  # what a layer has that is an MTP head, with GGUF's names, too
 _SHOWN = 3
 
 
@@ -20,16 +21,15 @@ def warn_of_unread(
     """Log the names of tensors that were not read, and whether they are whole layers.
 
     `config` is that of the text. `ignored` are patterns of names that the model's class leaves out
-    on purpose. So are the layers for multi-token prediction that the config counts.
+    on purpose. So are the layers of MTP heads, however many the config counts.
     """
     patterns = [re.compile(pattern) for pattern in (*_BUFFERS, *(ignored or ()))]
     num_layers = getattr(config, "num_hidden_layers", None) or math.inf
-    num_known = num_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
+    of_heads = {layer_of(name) for name in names if _MTP_PROJECTION in name}
     unread = [
         name
         for name in sorted(names)
-        if not num_layers <= layer_of(name) < num_known
-        and not any(pattern.search(name) for pattern in patterns)
+        if layer_of(name) not in of_heads and not any(pattern.search(name) for pattern in patterns)
     ]
     beyond = {layer for layer in map(layer_of, unread) if layer >= num_layers}
     if not unread:
