@@ -33,8 +33,6 @@ _ROPE = {
     "mscale", "mscale_all_dim", "original_max_position_embeddings", "rope_theta", "rope_type",
     "truncate", "type",
 }  # fmt: skip
-
-
 _KV_HEADS = "num_key_value_heads"  # of which ranks may have copies
 
 
@@ -54,9 +52,12 @@ class Family(ABC):
     })  # fmt: skip
     # The values of those that the configs of its types do not declare: its code has no choice.
     fixed: ClassVar[Mapping[str, Any]] = {}
-    # Those of them that count what ranks share; none: ranks cannot share its layers.
-    per_rank: ClassVar[frozenset[str]] = frozenset()
-
+    # Fields that count what ranks share; none: ranks cannot share its layers.
+    per_rank: ClassVar[frozenset[str]] = frozenset({
+        "intermediate_size", "linear_num_key_heads", "linear_num_value_heads",
+        "moe_intermediate_size", "num_attention_heads", _KV_HEADS,
+        "shared_expert_intermediate_size",
+    })  # fmt: skip
     layer_types: ClassVar[frozenset[str]] = frozenset(LAYER_TYPES)  # that it implements
     rope_fields: ClassVar[frozenset[str]] = frozenset()  # of RoPE, beside those of all models
     rotary: ClassVar[type] = LlamaRotaryEmbedding  # transformers', which knows those

@@ -16,7 +16,6 @@ from outrider.kernels.model.routing import Router
 
 from ..blocks import Block
 from ..parts.base import Part
-from ..parts.experts import ExpertMLP
 from .llama import Llama
 
 
@@ -24,7 +23,6 @@ class Glm4Moe(Llama):
     """Its layer for multi-token prediction, behind the last, is a head and no part of it."""
 
     model_types = ("glm4_moe",)
-    per_rank = Llama.per_rank | {"moe_intermediate_size"}
     fields = Llama.fields | {
         "first_k_dense_replace", "moe_intermediate_size", "n_group", "n_routed_experts",
         "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_mtp_layers",
@@ -50,14 +48,5 @@ class Glm4Moe(Llama):
             num_groups=config.n_group,
             top_groups=config.topk_group,
         )
-        return ExpertMLP.read(
-            self.tensors,
-            name,
-            norm=norm,
-            width=config.hidden_size,
-            inner=inner,
-            num_experts=num_experts,
-            router=router,
-            exact=True,
-            shared=("shared_experts", inner * config.n_shared_experts),
-        )
+        shared = "shared_experts", inner * config.n_shared_experts
+        return self.experts(name, norm, router, num_experts, inner, exact=True, shared=shared)

@@ -16,7 +16,6 @@ from ..blocks import Block
 from ..decoder import Decoder
 from ..parts.attention import Attention
 from ..parts.base import Part
-from ..parts.experts import ExpertMLP
 from .llama import Llama
 
 
@@ -46,17 +45,9 @@ class GraniteMoe(Llama):
         return replace(part, factor=config.residual_multiplier)
 
     def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
-        config = self.config
-        part = ExpertMLP.read(
-            self.tensors,
-            name,
-            norm=norm,
-            width=config.hidden_size,
-            inner=config.intermediate_size,
-            num_experts=config.num_local_experts,
-            router=Router(config.num_experts_per_tok),
-            gate="router",
-        )
+        config, router = self.config, Router(self.config.num_experts_per_tok)
+        num_experts, inner = config.num_local_experts, config.intermediate_size
+        part = self.experts(name, norm, router, num_experts, inner, gate="router")
         return replace(part, factor=config.residual_multiplier)
 
     def decoder(self) -> Decoder:

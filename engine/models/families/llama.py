@@ -10,11 +10,13 @@ attend to a window, or have no RoPE.
 from typing import Any, ClassVar
 
 from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.routing import Router
 
 from ..attention import Rope
 from ..blocks import Block
 from ..parts.attention import Attention
 from ..parts.base import Part
+from ..parts.experts import ExpertMLP
 from ..parts.gated_mlp import GatedMLP
 from .base import Family, window_of
 
@@ -23,9 +25,6 @@ class Llama(Family):
     """All layers attend to all tokens, unless a subclass implements fields of windows."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
-    per_rank: ClassVar[frozenset[str]] = frozenset(
-        {"intermediate_size", "num_attention_heads", "num_key_value_heads"}
-    )
 
     def block(self, name: str, layer: int) -> Block:
         return Block(
@@ -54,6 +53,27 @@ class Llama(Family):
         """`options` as in GatedMLP.read."""
         width, inner = self.config.hidden_size, self.config.intermediate_size
         return GatedMLP.read(self.tensors, name, norm=norm, width=width, inner=inner, **options)
+
+    def experts(
+        self,
+        name: str,
+        norm: Norm | None,
+        router: Router,
+        num_experts: int,
+        inner: int,
+        **options: Any,
+    ) -> ExpertMLP:
+        """In place of an MLP; `options` as in ExpertMLP.read."""
+        return ExpertMLP.read(
+            self.tensors,
+            name,
+            norm=norm,
+            width=self.config.hidden_size,
+            inner=inner,
+            num_experts=num_experts,
+            router=router,
+            **options,
+        )
 
     def rope_of(self, layer: int) -> Rope:
         return self.rope

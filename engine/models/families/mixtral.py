@@ -10,7 +10,6 @@ from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Router
 
 from ..parts.base import Part
-from ..parts.experts import ExpertMLP
 from .llama import Llama
 
 
@@ -27,12 +26,5 @@ class Mixtral(Llama):
     }
 
     def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
-        return ExpertMLP.read(
-            self.tensors,
-            name,
-            norm=norm,
-            width=self.config.hidden_size,
-            inner=self.config.intermediate_size,
-            num_experts=self.config.num_local_experts,
-            router=Router(self.config.num_experts_per_tok),
-        )
+        config, router = self.config, Router(self.config.num_experts_per_tok)
+        return self.experts(name, norm, router, config.num_local_experts, config.intermediate_size)

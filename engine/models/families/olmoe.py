@@ -11,7 +11,6 @@ from outrider.kernels.model.routing import Router
 
 from ..parts.attention import Attention
 from ..parts.base import Part
-from ..parts.experts import ExpertMLP
 from .llama import Llama
 
 
@@ -26,12 +25,5 @@ class Olmoe(Llama):
 
     def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
         config = self.config
-        return ExpertMLP.read(
-            self.tensors,
-            name,
-            norm=norm,
-            width=config.hidden_size,
-            inner=config.intermediate_size,
-            num_experts=config.num_experts,
-            router=Router(config.num_experts_per_tok, over_all=not config.norm_topk_prob),
-        )
+        router = Router(config.num_experts_per_tok, over_all=not config.norm_topk_prob)
+        return self.experts(name, norm, router, config.num_experts, config.intermediate_size)

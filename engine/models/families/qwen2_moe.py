@@ -11,7 +11,6 @@ from .qwen3_moe import Qwen3Moe
 
 class Qwen2Moe(Qwen3Moe):
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_moe",)
-    per_rank = Qwen3Moe.per_rank | {"shared_expert_intermediate_size"}
     fields = Qwen3Moe.fields | {"qkv_bias", "shared_expert_intermediate_size"}
 
     def shared_expert(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Router
 
 from ..parts.base import Part
-from ..parts.experts import ExpertMLP
 from .llama import Windowed
 
 
@@ -21,7 +20,6 @@ class Qwen3Moe(Windowed):
     """Layers of `mlp_only_layers`, and those that `decoder_sparse_step` leaves out, are dense."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
-    per_rank: ClassVar[frozenset[str]] = Windowed.per_rank | {"moe_intermediate_size"}
     fields = Windowed.fields | {
         "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob",
         "num_experts", "num_experts_per_tok",
@@ -32,16 +30,9 @@ class Qwen3Moe(Windowed):
         is_sparse = (layer + 1) % config.decoder_sparse_step == 0
         if layer in config.mlp_only_layers or config.num_experts == 0 or not is_sparse:
             return super().mlp(name, norm, layer, **options)
-        return ExpertMLP.read(
-            self.tensors,
-            name,
-            norm=norm,
-            width=config.hidden_size,
-            inner=config.moe_intermediate_size,
-            num_experts=config.num_experts,
-            router=Router(config.num_experts_per_tok, over_all=not config.norm_topk_prob),
-            **self.shared_expert(),
-        )
+        router = Router(config.num_experts_per_tok, over_all=not config.norm_topk_prob)
+        num_experts, inner = config.num_experts, config.moe_intermediate_size
+        return self.experts(name, norm, router, num_experts, inner, **self.shared_expert())
 
     def shared_expert(self) -> dict[str, Any]:
         """Options of ExpertMLP.read."""

@@ -35,7 +35,6 @@ class Hybrid(Llama):
     # Positions of text are the same in all sections of RoPE.
     rope_fields = frozenset({"mrope_interleaved", "mrope_section", "partial_rotary_factor"})
     rotary = Qwen3NextRotaryEmbedding
-    per_rank = Llama.per_rank | {"linear_num_key_heads", "linear_num_value_heads"}
     by_key_head: ClassVar[bool]  # whether a delta net's inputs are stored so
 
     @classmethod
@@ -91,7 +90,6 @@ class Mixture(Hybrid, Qwen2Moe):
 
     model_types: ClassVar[tuple[str, ...]] = ()
     fields = Hybrid.fields | Qwen2Moe.fields
-    per_rank = Hybrid.per_rank | Qwen2Moe.per_rank
 
 
 class Qwen3_5(Hybrid):
