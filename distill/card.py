@@ -103,6 +103,7 @@ def write_card(recipe: Recipe, extent: Extent, held_out: HeldOut, folder: Path) 
         "mtphead": "An MTP",
         "dflash": "A DFlash",
         "dspark": "A DSpark",
+        "dflash2": "A DFlash2",
     }
     each = [(held_out.greedy_agreement, held_out.sampled_acceptance), *held_out.later]
     drafting = f"A training-time test of {len(each)} drafts in a row."

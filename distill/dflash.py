@@ -1,4 +1,4 @@
-"""A head in training that drafts whole blocks: a DFlash or DSpark head, which goes on from another.
+"""A head in training that drafts whole blocks: DFlash, DFlash2 or DSpark, going on from another.
 
 Behind a row of the target stands a block as in serving: the next token (the anchor) and masks, at
 the positions that follow. Its rows attend to the target's states up to that row, of which each
@@ -11,6 +11,8 @@ draft i weighs exp(-i / g). Published heads have g = 7 for blocks of 16, 5 for 1
 """
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,11 @@ from transformers.models.llama.modeling_llama import (
 from outrider.engine.models.families.base import window_of
 from outrider.engine.models.heads.config import HeadConfig, HeadError, head_kind
 
-from .head import HeadModule, config_to_keep, stored_head, tensors_of, write_head
+from .block_parts import Confidence, Convolution, Markov, Selector
+from .head import Drafted, HeadModule, config_to_keep, stored_head, tensors_of, write_head
 from .recipe import DistillError, Recipe
 
-KINDS = ("dflash", "dspark")
+KINDS = ("dflash", "dflash2", "dspark")
 _FC = "fc.weight"
 _EMBEDDING, _OUTPUT, _OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
 _INTEGERS = (_OFFSETS, "t2d")
@@ -67,13 +70,9 @@ class BlockModule(HeadModule):
         try:
             if (kind := head_kind(folder)) not in KINDS:
                 found = "no head" if kind is None else f"a head of kind {kind}"
-                raise HeadError(
-                    f"it holds {found}; {' and '.join(KINDS)} heads are trained further"
-                )
+                raise HeadError(f"it holds {found}; {', '.join(KINDS)} heads are trained further")
             config = HeadConfig.load(folder)
             assert config.block is not None
-            if config.block.has_confidence:
-                raise HeadError("it has a confidence head, which cannot be trained here")
             config.check_vocabulary(of_text.vocab_size)
             self.boundaries = config.boundaries_of(of_text.num_hidden_layers)
             if self.boundaries[-1] == of_text.num_hidden_layers:
@@ -108,15 +107,22 @@ class BlockModule(HeadModule):
             if f"layers.{i}.self_attn.q_norm.weight" in stored:
                 layer.self_attn.q_norm = LlamaRMSNorm(layers.head_dim, eps)
                 layer.self_attn.k_norm = LlamaRMSNorm(layers.head_dim, eps)
+            if self._block.convolution is not None:
+                layer.attention_conv = Convolution(width, *self._block.convolution)
+                layer.mlp_conv = Convolution(width, *self._block.convolution)
             self.layers.append(layer)
+        rank = 0
         if self._block.has_markov:
             _, rank = stored.get("markov_head.markov_w1.weight", (0, 0))
-            self.markov_head = nn.ModuleDict(
-                {
-                    "markov_w1": nn.Embedding(layers.vocab_size, rank),
-                    "markov_w2": nn.Linear(rank, config.draft_vocab_size, bias=False),
-                }
-            )
+            self.markov_head = Markov(layers.vocab_size, rank, config.draft_vocab_size)
+        if self._block.selector is not None:
+            self.candidate_selector = Selector(layers.vocab_size, width, *self._block.selector)
+        name = "confidence_head.proj"
+        self._has_confidence = self._block.has_confidence and f"{name}.weight" in stored
+        if self._has_confidence:
+            _, num_inputs = stored[f"{name}.weight"]
+            rank = num_inputs - width if self._block.has_markov else 0
+            self.confidence_head = Confidence(width, rank, bias=f"{name}.bias" in stored)
 
     def _check_shapes(
         self, config: HeadConfig, target_width: int, stored: dict[str, tuple[int, ...]]
@@ -159,7 +165,7 @@ class BlockModule(HeadModule):
 
     def forward(
         self, states: Tensor, next_ids: Tensor, mask: Tensor, num_drafts: int, rows: slice
-    ) -> list[Tensor]:
+    ) -> list[Drafted]:
         c = self.hidden_norm(self.fc(states.flatten(2).float()))
         length, num_rows = states.shape[1], num_drafts + self._num_leading
         behind = torch.arange(length, device=self.device)[rows]  # [A]
@@ -177,13 +183,15 @@ class BlockModule(HeadModule):
         ahead = places - positions[:, None]
         for i, layer in enumerate(self.layers):
             of_layer: Any = layer
-            z = of_layer.input_layernorm(x)
-            x = x + self._attention(of_layer.self_attn, z, c, cos, sin, seen & self._open(i, ahead))
-            x = x + of_layer.mlp(of_layer.post_attention_layernorm(x))
+            is_open = seen & self._open(i, ahead)
+            attend = partial(self._attention, of_layer.self_attn, c, cos, sin, is_open)
+            n = of_layer.input_layernorm(x)
+            x = x + getattr(of_layer, "attention_conv", _alone)(n, num_rows, attend)
+            n = of_layer.post_attention_layernorm(x)
+            x = x + getattr(of_layer, "mlp_conv", _alone)(n, num_rows, of_layer.mlp)
         h = self.norm(x).unflatten(1, (-1, num_rows))[:, :, self._num_leading :]
         previous = next_ids[:, behind[:, None] + torch.arange(num_drafts, device=self.device)]
-        logits = self._logits(h, previous.long())
-        return list(logits.unbind(2))
+        return self._drafted(h, previous.long())
 
     def _open(self, i: int, ahead: Tensor) -> Tensor:
         """Which keys a row of layer i may see, so far ahead of it. Shape: [T, L + T]."""
@@ -196,7 +204,7 @@ class BlockModule(HeadModule):
         return is_open
 
     def _attention(
-        self, part: Any, z: Tensor, c: Tensor, cos: Tensor, sin: Tensor, seen: Tensor
+        self, part: Any, c: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, z: Tensor
     ) -> Tensor:
         """Of the blocks' rows over the context and themselves. Shape: z [B, T, hidden]."""
         both = torch.cat((c, z), 1)
@@ -216,22 +224,39 @@ class BlockModule(HeadModule):
         mixed: Tensor = part.o_proj(out.transpose(1, 2).flatten(2))
         return mixed
 
-    def _logits(self, h: Tensor, previous: Tensor) -> Tensor:
-        """Shape: h [B, A, k, hidden], previous [B, A, k] -> [B, A, k, V']."""
+    def _drafted(self, h: Tensor, previous: Tensor) -> list[Drafted]:
+        """Shape: h [B, A, k, hidden], previous [B, A, k]."""
         output = self._of_target[1]
-        logits = F.linear(h.to(output.dtype), output) * self._block.logit_scale
+        logits = F.linear(h.to(output.dtype), output)
+        if self._block.logit_scale != 1.0:
+            logits = logits * self._block.logit_scale
         if (cap := self._block.softcap) is not None:
             logits = cap * (logits / cap).tanh()
+        before = confidence = of_previous = None
         if self._block.has_markov:
-            markov: Any = self.markov_head
-            logits = logits + markov["markov_w2"](markov["markov_w1"](previous))
-        return logits
+            logits = self.markov_head(h, logits, previous)
+            of_previous = self.markov_head.markov_w1(previous)
+        if self._block.selector is not None:
+            before, logits = logits, self.candidate_selector(h, logits, previous)
+        if self._has_confidence:
+            confidence = self.confidence_head(h, of_previous)
+        each = (_by_draft(part, previous.shape[2]) for part in (logits, before, confidence))
+        return [Drafted(*of_draft) for of_draft in zip(*each, strict=True)]
 
     def export(self, target: PreTrainedModel, folder: Path) -> None:
         """Save it under the config that it had; what is not trained stays as it was."""
         found = tensors_of(self._folder)
         kept = {name: t for name, t in found.items() if name in (_EMBEDDING, _OUTPUT, *_INTEGERS)}
         write_head(folder, kept | dict(self.state_dict()), config_to_keep(self._folder))
+
+
+def _alone(n: Tensor, _num_rows: int, part: Callable[[Tensor], Tensor]) -> Tensor:
+    """In place of a convolution, where a layer has none."""
+    return part(n)
+
+
+def _by_draft(part: Tensor | None, num_drafts: int) -> Sequence[Tensor | None]:
+    return [None] * num_drafts if part is None else part.unbind(2)
 
 
 def begun(target: PreTrainedModel, folder: Path) -> BlockModule:

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from outrider.engine.models.admission import max_positions
 
-from .head import HeadModule, write_head
+from .head import Drafted, HeadModule, write_head
 from .recipe import DistillError, Recipe
 
 _WEIGHT_STD = 0.02
@@ -113,14 +113,14 @@ class Eagle3Module(HeadModule):
 
     def forward(
         self, states: Tensor, next_ids: Tensor, mask: Tensor, num_drafts: int, rows: slice
-    ) -> list[Tensor]:
+    ) -> list[Drafted]:
         f = self.fc(states.flatten(2).float())
         length = f.shape[1]
         seen: list[_Seen] = []
         found = []
         for i in range(num_drafts):
             f = self._layer(f, next_ids[:, i : i + length], mask, seen)
-            found.append(self.lm_head(self.norm(f[:, rows])))
+            found.append(Drafted(self.lm_head(self.norm(f[:, rows]))))
         return found
 
     def _layer(self, f: Tensor, ids: Tensor, mask: Tensor, seen: list[_Seen]) -> Tensor:

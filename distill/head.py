@@ -4,7 +4,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -22,6 +22,14 @@ from outrider.engine.models.weight_files import (
 from .recipe import DistillError
 
 _FLOATS = ("BF16", "F16", "F32")
+
+
+class Drafted(NamedTuple):
+    """What a head says of a draft behind A rows."""
+
+    logits: Tensor  # [B, A, V'], over the drafted tokens
+    before: Tensor | None = None  # [B, A, V'], those among whose likeliest a selector chooses
+    confidence: Tensor | None = None  # [B, A], a logit of the chance that the draft is accepted
 
 
 class HeadModule(nn.Module, ABC):
@@ -50,8 +58,8 @@ class HeadModule(nn.Module, ABC):
     @abstractmethod
     def forward(
         self, states: Tensor, next_ids: Tensor, mask: Tensor, num_drafts: int, rows: slice
-    ) -> list[Tensor]:
-        """Logits over the drafted tokens of each draft behind A of the rows: [B, A, V'] each.
+    ) -> list[Drafted]:
+        """Each of the drafts behind A of the rows, following the text's own tokens.
 
         Shape:
             states: [B, L, m, hidden], of the target

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.engine.models.heads.config import HeadError, mtp_names
 
-from .head import HeadModule, config_to_keep, stored_head, tensors_of, write_head
+from .head import Drafted, HeadModule, config_to_keep, stored_head, tensors_of, write_head
 from .recipe import DistillError, Recipe
 
 _PREFIX = "mtp."
@@ -84,7 +84,7 @@ class MtpModule(HeadModule):
 
     def forward(
         self, states: Tensor, next_ids: Tensor, mask: Tensor, num_drafts: int, rows: slice
-    ) -> list[Tensor]:
+    ) -> list[Drafted]:
         of_embedding, of_hidden, norm = (self.get_submodule(name) for name in _NORMS)
         embedding, output = self._of_target
         h, length = states[:, :, 0].float(), states.shape[1]
@@ -93,7 +93,7 @@ class MtpModule(HeadModule):
             e = F.embedding(next_ids[:, i : i + length], embedding).float()
             of_steps.append(self.fc(torch.cat((of_embedding(e), of_hidden(h)), -1)))
             h = norm(self._last_rows(of_steps, mask))
-            found.append(F.linear(h[:, rows].to(output.dtype), output))
+            found.append(Drafted(F.linear(h[:, rows].to(output.dtype), output)))
         return found
 
     def _last_rows(self, of_steps: list[Tensor], mask: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ _WARMUP_STEPS = 50
 _LAST_LEARNING_RATE = 0.02  # relative to the first
 _MAX_GRADIENT_NORM = 1.0
 _CHECKPOINT_INTERVAL_S = 60.0
+# Parts of the names of matrices whose rows are of tokens, or that have one row.
+_TABLES = ("embed", "lm_head", "codebook", "markov", "confidence")
 _MAX_SHARD_SIZE = "15MB"
 _UNTIMED_STEPS, _TIMED_STEPS = 2, 5  # the first steps allocate memory
 
@@ -206,11 +208,11 @@ def _rate_at(step: int, progress: float) -> float:
 
 
 def _optimizers(draft: nn.Module, learning_rate: float) -> list[Optimizer]:
-    """Muon for the layers' matrices; AdamW for the embedding and the norms."""
+    """Muon for the layers' matrices; AdamW for tables of tokens and the norms."""
     matrices: list[Tensor] = []
     rest: list[Tensor] = []
     for name, parameter in draft.named_parameters():
-        is_table = "embed" in name or "lm_head" in name
+        is_table = any(table in name for table in _TABLES)
         (matrices if parameter.ndim == 2 and not is_table else rest).append(parameter)
     muon = Muon(matrices, lr=learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     return [muon, AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -14,7 +15,7 @@ from outrider.engine.host_memory import available_bytes
 from .dflash import BlockModule, begun
 from .divergence import mean_divergence
 from .eagle3 import default_boundaries, new_head
-from .head import HeadModule, states_of
+from .head import Drafted, HeadModule, states_of
 from .lessons import Lessons
 from .mtp import MtpModule
 from .recipe import DistillError, Divergence, Recipe
@@ -97,12 +98,12 @@ class HeadTrainer(Trainer):
         # Other rows in each step, and the same after a break.
         first = np.random.default_rng([self.recipe.seed, self.step]).integers(self.draft.stride)
         drafting = slice(int(first), rows.shape[1] - self._num_drafts, self.draft.stride)
-        logits_of = self._drafts(token_ids, mask_of(owner), states, drafting)
+        drafts = self._drafts(token_ids, mask_of(owner), states, drafting)
         behind = torch.arange(rows.shape[1], device=self.device)[drafting]
         decay = self.draft.decay
-        share = weight / sum(decay**i for i in range(len(logits_of)))
+        share = weight / sum(decay**i for i in range(len(drafts)))
         loss = torch.zeros((), device=self.device)
-        for i, logits in enumerate(logits_of):
+        for i, drafted in enumerate(drafts):
             at = behind + i + 1
             # Not of the conversation that starts in between, nor of what users type.
             is_taught = (owner[:, at] == owner[:, behind]) & lessons.is_answered[rows[:, at]]
@@ -110,17 +111,25 @@ class HeadTrainer(Trainer):
             top_ids, top_log_probs = self._drafted(
                 lessons.top_ids[positions], lessons.top_log_probs[positions]
             )
-            taught = torch.nn.functional.pad(logits[is_taught], (0, 1), value=_NOWHERE)
-            loss = loss + mean_divergence(
-                divergence, top_ids, top_log_probs, taught, share * decay**i
-            )
+            for logits in (drafted.logits, drafted.before):
+                if logits is not None:
+                    taught = F.pad(logits[is_taught], (0, 1), value=_NOWHERE)
+                    its = mean_divergence(divergence, top_ids, top_log_probs, taught, share)
+                    loss = loss + its
+            if drafted.confidence is not None:
+                taught = drafted.logits[is_taught].detach()
+                chance = self._chance(lessons, positions, taught)
+                said = drafted.confidence[is_taught].float()
+                its = F.binary_cross_entropy_with_logits(said, chance, reduction="sum")
+                loss = loss + its * share / max(1, len(said))
+            share *= decay
         loss.backward()
         return loss.detach()
 
     def _drafts(
         self, token_ids: Tensor, mask: Tensor | None, states: Tensor | None, drafting: slice
-    ) -> Sequence[Tensor]:
-        """Logits of each draft behind these rows, which are followed by enough tokens.
+    ) -> Sequence[Drafted]:
+        """Each draft behind these rows, which are followed by enough tokens.
 
         Shape: token_ids [B, L], mask [B, 1, L, L], states [B, L, m, hidden]; None: computed here.
         """
@@ -131,14 +140,14 @@ class HeadTrainer(Trainer):
             mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=self.device).tril()
         enabled = self._dtype != torch.float32
         with torch.autocast(self.device.type, self._dtype, enabled=enabled):
-            logits_of: list[Tensor] = self.draft(
+            drafts: list[Drafted] = self.draft(
                 states[:, :length],
                 token_ids[:, 1:],
                 mask[..., :length, :length],
                 self._num_drafts,
                 drafting,
             )
-        return logits_of
+        return drafts
 
     def _drafted(self, top_ids: Tensor, top_log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """The target's distribution over the drafted tokens alone, scaled up to sum to 1.
@@ -151,6 +160,12 @@ class HeadTrainer(Trainer):
         rest = (1 - p.sum(-1, keepdim=True)).clamp_min(1e-6)
         mass = (p * is_drafted).sum(-1, keepdim=True) + rest
         return place, torch.where(is_drafted, (p / mass).log(), _NOWHERE)
+
+    def _chance(self, lessons: Lessons, at: Tensor, logits: Tensor) -> Tensor:
+        """That a draft drawn from them is accepted, at least. Shape: [N], [N, V'] -> [N]."""
+        place = self._place[lessons.top_ids[at].long()]
+        q = F.pad(logits.float().softmax(-1), (0, 1)).gather(1, place)
+        return torch.minimum(lessons.top_log_probs[at].float().exp(), q).sum(-1)
 
     @torch.no_grad()
     def evaluate(self, lessons: Lessons) -> HeldOut:
@@ -165,16 +180,14 @@ class HeadTrainer(Trainer):
             drafting = slice(first, length - num_drafts, self.draft.stride)
             behind = torch.arange(start, start + length, device=self.device)[drafting]
             states = None if lessons.states is None else lessons.states[None, part]
-            logits_of = self._drafts(lessons.token_ids[None, part], None, states, drafting)
-            for i, logits in enumerate(logits_of):
+            drafts = self._drafts(lessons.token_ids[None, part], None, states, drafting)
+            for i, (logits, *_) in enumerate(drafts):
                 at = behind + i + 1
                 is_taught = lessons.is_answered[at]
                 at, taught = at[is_taught], logits[0][is_taught]
-                top_ids = lessons.top_ids[at].long()
-                place = self._place[top_ids]
-                q = torch.nn.functional.pad(taught.float().softmax(-1), (0, 1)).gather(1, place)
-                sums[i, 0] += (ids[taught.argmax(-1)] == top_ids[:, 0]).sum()
-                sums[i, 1] += torch.minimum(lessons.top_log_probs[at].float().exp(), q).sum()
+                first_choice = lessons.top_ids[at, 0].long()
+                sums[i, 0] += (ids[taught.argmax(-1)] == first_choice).sum()
+                sums[i, 1] += self._chance(lessons, at, taught).sum()
                 sums[i, 2] += len(at)
         first_draft, *later = (sums[:, :2] / sums[:, 2:].clamp_min(1)).tolist()
         num_tokens = int(sums[0, 2])

@@ -47,7 +47,7 @@ def distill_command(
             metavar="draft|eagle3|mtp|dflash",
             help="draft: a small model; eagle3: a head over the target's hidden states; mtp: the "
             "MTP head of a hybrid (Qwen3.5, Qwen3.6, Qwen3-Next), trained further; dflash: the "
-            "DFlash or DSpark head in --start, trained further.",
+            "DFlash, DFlash2 or DSpark head in --start, trained further.",
         ),
     ] = "draft",
     draft_vocab: Annotated[

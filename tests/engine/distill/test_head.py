@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.distill.eagle3 import Eagle3Module, default_boundaries, draft_tokens
 from outrider.distill.head import states_of
-from outrider.distill.recipe import Recipe
+from outrider.distill.recipe import DistillError, Recipe
 from outrider.distill.train_head import kept_states
 from outrider.engine import host_memory
 
@@ -43,7 +43,8 @@ def test_training_runs_what_is_served(tmp_path: Path) -> None:
     states = states_of(model, text, None, module.boundaries)
     mask = torch.ones(1, 1, 11, 11, dtype=torch.bool).tril()
     with torch.no_grad():
-        got = torch.stack(module(states[:, :11], text[:, 1:], mask, 3, slice(None)))[:, 0]
+        drafts = module(states[:, :11], text[:, 1:], mask, 3, slice(None))
+        got = torch.stack([drafted.logits for drafted in drafts])[:, 0]
         for row in (0, 4, 10):
             known, drafts = text[0, : row + 2].tolist(), text[0, row + 2 : row + 5].tolist()
             expected = plain.draft_logits(states[0], known, [*drafts, 0][:3], vocab)[:, ids]
@@ -101,6 +102,18 @@ def test_states_are_kept_if_half_of_what_a_container_leaves_has_room(
     monkeypatch.setattr(host_memory, "_left_by_groups", lambda: [2 * 100 * a_token])
     assert kept_states(recipe, model, 99) == default_boundaries(6)
     assert kept_states(recipe, model, 101) == ()
+
+
+def test_a_hybrid_whose_states_have_no_room_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read again in rows of several conversations, each would begin with the last one's state."""
+    path = save_tiny_model(tmp_path / "target", "qwen3_5_text", vocab_size=60)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    recipe = Recipe(target=str(path), out=str(tmp_path / "head"), kind="eagle3")
+    monkeypatch.setattr(host_memory, "_left_by_groups", lambda: [1000])
+    with pytest.raises(DistillError, match=r"of 99 tokens take .* give a smaller budget"):
+        kept_states(recipe, model, 99)
 
 
 def test_boundaries_of_few_layers_are_apart() -> None:

@@ -48,8 +48,8 @@ def test_training_runs_what_is_served(architecture: str, tmp_path: Path) -> None
     length = len(known) - 1
     mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
     with torch.no_grad():
-        logits = module(states[:, :length], text[:, 1:], mask, k, slice(None))
-    assert [int(each[0, -1].argmax()) for each in logits] == drafts
+        got = module(states[:, :length], text[:, 1:], mask, k, slice(None))
+    assert [int(each.logits[0, -1].argmax()) for each in got] == drafts
 
 
 @pytest.mark.deep

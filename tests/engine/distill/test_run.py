@@ -127,7 +127,7 @@ def test_a_trained_head_is_served_and_described(head: Distilled, target: Path) -
     ("kind", "sig"),
     [
         ("draft", signal.SIGTERM),
-        ("head", signal.SIGINT),
+        pytest.param("head", signal.SIGINT, marks=pytest.mark.deep),
         pytest.param("draft", signal.SIGINT, marks=pytest.mark.deep),
     ],
 )
