@@ -69,13 +69,14 @@ class ScheduledRequest:
     def __post_init__(self) -> None:
         request, memory = self.request, self.request.memory
         assert request.slot is not None
-        self.slot, self.memory = request.slot, memory
-        is_in_flight = request.is_in_flight
-        self.start = -1 if is_in_flight else memory.num_computed_tokens - request.num_tokens
+        self.slot, self.memory, self.start = request.slot, memory, -1
+        is_in_flight = request.num_drafts_in_flight is not None
+        if not is_in_flight:
+            self.start = memory.num_computed_tokens - len(request.token_ids)
         self.end = request.most_tokens + self.start + self.num_new_tokens
         self.draws = self.start + self.num_new_tokens == 0
         self.num_prompt_logits = 0
-        if not is_in_flight:
+        if not is_in_flight and request.num_scored_tokens < request.num_prompt_tokens:
             first = max(memory.num_computed_tokens, request.num_scored_tokens)
             last = min(self.end, request.num_prompt_tokens - 1)
             self.num_prompt_logits = max(0, last - first)
@@ -104,16 +105,6 @@ class ScheduledRequest:
         if not request.reports_prompt or request.num_output_tokens:
             return None
         return min(self.end, request.num_prompt_tokens)
-
-    @property
-    def concerns_sources(self) -> bool:
-        """Whether any source of drafts must know of this step: most plain steps concern none."""
-        return (
-            self.max_drafts > 0
-            or self.is_drafted_for
-            or self.wish is not None
-            or self.request.grammar is not None
-        )
 
     @property
     def is_looked_up(self) -> bool:
@@ -167,26 +158,38 @@ class Plan:
     @property
     def num_prompt_rows(self) -> int:
         """Known tokens that it computes besides the last one of each sequence."""
-        return sum(s.num_new_tokens - s.draws for s in self.scheduled)
+        return sum([s.num_new_tokens for s in self.scheduled]) - len(self.drawing)
 
     @property
     def num_drafts_np(self) -> np.ndarray:
         """k_i of each drawing sequence. Shape: [B]."""
         return np.array([s.num_drafts for s in self.drawing], dtype=np.int64)
 
-    @property
+    @cached_property
+    def concerns_sources(self) -> bool:
+        """Whether any source of drafts must know of this step: most plain steps concern none."""
+        concerned = [
+            s.max_drafts > 0
+            or s.is_drafted_for
+            or s.wish is not None
+            or s.request.grammar is not None
+            for s in self.scheduled
+        ]
+        return any(concerned)
+
+    @cached_property
     def returns_drafts(self) -> bool:
         return any(s.request.returns_drafts for s in self.drawing)
 
     @property
     def num_prompt_logits(self) -> int:
-        return sum(s.num_prompt_logits for s in self.scheduled)
+        return sum([s.num_prompt_logits for s in self.scheduled])
 
 
 def sampling_kind(drawing: list[ScheduledRequest]) -> tuple[bool, bool]:
     """The SAMPLING_KINDS entry of these sequences."""
-    filters = any(s.request.params.is_filtered for s in drawing)
-    return filters, any(s.request.params.temperature > 0 for s in drawing)
+    kinds = {s.request.sampling_kind for s in drawing}
+    return any(filters for filters, _ in kinds), any(draws for _, draws in kinds)
 
 
 def slots_of(scheduled: list[ScheduledRequest]) -> np.ndarray:

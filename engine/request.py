@@ -32,6 +32,10 @@ class Request:
             self.stop_token_ids = self.end_token_ids
         self.token_ids: list[int] = list(new.prompt_token_ids)
         self.num_prompt_tokens = len(new.prompt_token_ids)
+        # Where it ends at the latest; the engine also knows how long a sequence may be.
+        self.max_len = self.num_prompt_tokens + new.params.max_tokens
+        # Whether it filters and whether it draws.
+        self.sampling_kind = new.params.is_filtered, new.params.temperature > 0
         self.turn = (new.priority, 0)  # sort key; the scheduler sets the order of arrival
         self.logits_processors: list[tuple[str, LogitsProcessor]] = []
         # Whether the host must know all its tokens before anything is drafted for it.
@@ -81,7 +85,9 @@ class Request:
     @property
     def decodes(self) -> bool:
         """Whether all its known tokens but the last have KV."""
-        return self.num_drafts_in_flight is not None or self.num_uncomputed_tokens == 1
+        if self.num_drafts_in_flight is not None:
+            return True
+        return len(self.token_ids) - self.memory.num_computed_tokens == 1
 
     @property
     def least_tokens(self) -> int:
@@ -91,7 +97,8 @@ class Request:
     @property
     def most_tokens(self) -> int:
         """The most tokens that the device may know once the step in flight is done."""
-        return self.least_tokens + (self.num_drafts_in_flight or 0)
+        in_flight = self.num_drafts_in_flight
+        return len(self.token_ids) + (0 if in_flight is None else in_flight + 1)
 
     def may_use(self, source: str) -> bool:
         """Whether this source may draft for it."""

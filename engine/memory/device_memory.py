@@ -209,9 +209,9 @@ class DeviceMemory:
     def allocate(self, memory: SequenceMemory, num_tokens: int) -> bool:
         """Get pages for the first `num_tokens` positions; False, and no change, if too few."""
         first = len(memory.pages[0])  # of all groups
-        num_new = self.pages_for(num_tokens) - first
-        if num_new <= 0:
+        if num_tokens <= first * self.page_size:
             return True
+        num_new = self.pages_for(num_tokens) - first
         if any(num_new > group.num_free for group in self._groups):
             return False
         for g in range(len(self._groups)):
@@ -249,10 +249,12 @@ class DeviceMemory:
             memory.num_draft_computed_tokens = num_known + min(draft_end, 0)
         # Pages may be shared at once: whoever finds them runs later on the device, and starts over
         # if they turn out to hold NaN.
-        self._record(memory)
+        if memory.has_unrecorded_pages(self.page_size):
+            self._record(memory)
         if self.states is not None:
             self.states.keep(memory, self._groups[0])
-        self._give_back_behind_windows(memory)
+        if len(self._groups) > 1:
+            self._give_back_behind_windows(memory)
 
     def advance(self, memory: SequenceMemory, num_accepted: int, draft_end: int | None) -> None:
         """That step accepted so many drafts, and the sequence's new tokens are known."""
@@ -263,8 +265,10 @@ class DeviceMemory:
             memory.num_draft_computed_tokens = num_known + draft_end
         memory.num_computed_tokens = num_valid
         memory.num_draft_computed_tokens = min(memory.num_draft_computed_tokens, num_valid)
-        self._record(memory)
-        self._give_back_behind_windows(memory)
+        if memory.has_unrecorded_pages(self.page_size):
+            self._record(memory)
+        if len(self._groups) > 1:
+            self._give_back_behind_windows(memory)
 
     def _record(self, memory: SequenceMemory) -> None:
         """Let other sequences find the full, computed pages of one."""

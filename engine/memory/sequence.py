@@ -44,6 +44,13 @@ class SequenceMemory:
         num_read = self.num_draft_computed_tokens
         return num_read == self.num_computed_tokens > self.num_shared_tokens
 
+    def has_unrecorded_pages(self, page_size: int) -> bool:
+        """Whether target or draft has filled a page since the last one that was recorded."""
+        return (
+            self.num_computed_tokens >= (self.num_recorded_pages + 1) * page_size
+            or self.num_draft_computed_tokens >= (self.num_recorded_draft_pages + 1) * page_size
+        )
+
     def rows_up_to_an_edge(self, num_rows: int) -> int:
         """Of the next rows of a prompt, those in front of where its state will be kept."""
         edges = self.state_edges

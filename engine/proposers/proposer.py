@@ -174,7 +174,7 @@ class Proposer:
         Returns k_i of every sequence: that many drafts lie in its slot, after the known tokens.
         Without drafts it decodes plainly in the same step.
         """
-        if not any(scheduled.concerns_sources for scheduled in plan.scheduled):
+        if not plan.concerns_sources:
             return [0] * len(plan.scheduled)
         left = {scheduled.slot: scheduled.max_drafts for scheduled in plan.drawing}
         drafted: Counts = {}

@@ -23,7 +23,6 @@ class Committer:
         """`is_learning`: the sequences are dummies, whose drafts need not be good."""
         self._sequences = sequences
         self._memory, self._stats = sequences.memory, sequences.stats
-        self._max_model_len = sequences.max_model_len
         self._dead_drafts = None if is_learning else DeadDrafts()
 
     def put_in_flight(self, plan: Plan) -> None:
@@ -72,21 +71,23 @@ class Committer:
 
         Looked-up drafts say nothing of a model's, for which k is chosen.
         """
+        num_prompt_rows = plan.num_prompt_rows
         if plan.follows_another:
-            self._sequences.chunks.observe(plan.num_prompt_rows, elapsed_s)
-        drawn = [s for s in plan.drawing if not s.is_looked_up]
+            self._sequences.chunks.observe(num_prompt_rows, elapsed_s)
+        num_drafts = sum([s.num_drafts for s in plan.drawing])
+        drawn = [s for s in plan.drawing if not s.is_looked_up] if num_drafts else []
         wanted, accepted = [s.num_drafts for s in drawn], [len(s.token_ids) - 1 for s in drawn]
         if any(wanted):  # where nobody is drafted for, nothing is learned or forgotten of anybody
             if self._dead_drafts is not None:
                 self._stats.dead_drafts += self._dead_drafts.observe(sum(wanted), sum(accepted))
             by_position = self._sequences.acceptance.by_position
-            for s, num_drafts, num_accepted in zip(drawn, wanted, accepted, strict=True):
-                s.request.acceptance.observe(num_drafts, num_accepted, by_position)
+            for s, num_wanted, num_accepted in zip(drawn, wanted, accepted, strict=True):
+                s.request.acceptance.observe(num_wanted, num_accepted, by_position)
         adaptive = self._sequences.adaptive
         if adaptive is None or not plan.drawing:
             self._sequences.acceptance.observe(wanted, accepted)
             return
-        num_prefill_rows = sum(s.num_new_tokens for s in plan.scheduled) - len(plan.scheduled)
+        num_prefill_rows = num_prompt_rows - (len(plan.scheduled) - len(plan.drawing))
         is_timed = plan.follows_another and times_decoding(num_prefill_rows, len(plan.drawing))
         adaptive.observe(
             plan.num_decoding,
@@ -94,7 +95,7 @@ class Committer:
             accepted,
             elapsed_s if is_timed else None,
             drafting_s,
-            num_looked_up=sum(s.num_drafts for s in plan.drawing) - sum(wanted),
+            num_looked_up=num_drafts - sum(wanted),
             is_trial=plan.is_trial,
         )
 
@@ -144,15 +145,13 @@ class Committer:
         self._stats.generation_tokens += len(kept)
         self._memory.advance(scheduled.memory, num_accepted, scheduled.draft_end)
 
-        logprobs = scheduled.logprobs
-        output = request.output(
-            kept,
-            logprobs=logprobs[: len(kept)] if logprobs is not None else None,
-            prompt_logprobs=scheduled.prompt_logprobs,
-            draft_token_ids=scheduled.draft_token_ids,
-            num_computed_prompt_tokens=num_computed,
-            source=scheduled.source,
-        )
+        output = request.output(kept)
+        if scheduled.logprobs is not None:
+            output.logprobs = scheduled.logprobs[: len(kept)]
+        output.prompt_logprobs = scheduled.prompt_logprobs
+        output.draft_token_ids = scheduled.draft_token_ids
+        output.num_computed_prompt_tokens = num_computed
+        output.source = scheduled.source
         if request.finish_reason is not None:
             self._sequences.finish(request)
         elif is_bad:
@@ -190,19 +189,16 @@ class Committer:
 
     def _until_stop(self, request: Request, drawn: list[int]) -> list[int]:
         """The drawn tokens up to a stop; sets the request's finish reason if they end it."""
-        num_tokens = request.num_tokens
-        room = min(
-            request.params.max_tokens - (num_tokens - request.num_prompt_tokens),
-            self._max_model_len - num_tokens,
-        )
-        for j, token_id in enumerate(drawn[:room]):
+        room = request.max_len - len(request.token_ids)
+        kept = drawn[:room]
+        for j, token_id in enumerate(kept):
             if token_id in request.stop_token_ids:
                 request.finish_reason = "stop"
                 request.stop_token_id = token_id
-                return drawn[: j + 1]
+                return kept[: j + 1]
         if len(drawn) >= room:
             request.finish_reason = "length"
-        return drawn[:room]
+        return kept
 
 
 def _is_complete(request: Request) -> bool:

@@ -50,11 +50,10 @@ class Drafting:
         """
         self._num_steps += 1
         self._num_questions.clear()
+        bound = [(r, r.grammar) for r in requests if r.grammar is not None]
         of_process: dict[GrammarProcess, list[tuple[int, Request]]] = {}
-        for request in requests:
-            if (grammar := request.grammar) is not None:
-                each = of_process.setdefault(grammar.process, [])
-                each.append((grammar.last_step, request))
+        for request, grammar in bound:
+            of_process.setdefault(grammar.process, []).append((grammar.last_step, request))
         for process, sequences in of_process.items():
             process.allowance.begin_step()
             if len(sequences) == len(requests):
@@ -64,12 +63,15 @@ class Drafting:
                 looked_up = _LOOKED_UP_MASKS if looks_up else 0
                 wanted = 1 + max(self._num_wanted(request), looked_up)
                 self._num_questions[request] = process.allowance.take(wanted)
-        for request in requests:
-            if request.grammar is not None and self.takes_part(request):
-                request.grammar.last_step = self._num_steps
+        for request, grammar in bound:
+            if self._num_questions.get(request, 1) > 0:
+                grammar.last_step = self._num_steps
 
-    def takes_part(self, request: Request) -> bool:
-        return self._num_questions.get(request, 1) > 0
+    def taking_part(self, requests: list[Request]) -> list[Request]:
+        """Those of these sequences that may be in the step."""
+        if not self._num_questions:
+            return requests
+        return [request for request in requests if self._num_questions.get(request, 1) > 0]
 
     def choose_k(self, decoding: list[Request], prompts: list[Request]) -> None:
         """Choose the numbers of drafts for a step that also computes these prompts."""
@@ -114,21 +116,24 @@ class Drafting:
             }
         )
 
-    def give(self, scheduled: ScheduledRequest, num_rows_left: int, *, waits: bool) -> None:
+    def give(self, scheduled: ScheduledRequest, num_rows_left: int, *, lag: int) -> None:
         """Set how many drafts a sequence may have, and of which source.
 
-        `waits`: it is drafted for, but not in this step yet.
+        `lag` is as in Scheduler.
         """
         request = scheduled.request
         k = self._num_wanted(request)
-        may_draft = k > 0 or self._is_due(request)
-        if may_draft and request.is_in_flight and request.needs_host:
-            k, may_draft = 0, False  # k has risen from 0 since `must_know`: from the next step on
-        scheduled.is_drafted_for = k > 0
-        if not (scheduled.draws and may_draft) or waits:
+        if k == 0 and not self._is_due(request):
             return
+        if request.is_in_flight and request.needs_host:
+            return  # k has risen from 0 since `must_know`: from the next step on
+        scheduled.is_drafted_for = k > 0
         # The last token needs no draft, since verification emits one more than it accepts.
         num_output_tokens = request.least_tokens - request.num_prompt_tokens
+        # The first token does not wait until the draft has read the prompt: the next step does
+        # that, in one pass with the drafts of others.
+        if not scheduled.draws or (num_output_tokens == 0 and lag > 0):
+            return
         room = min(
             request.params.max_tokens - num_output_tokens - 1,
             self._sequences.max_model_len - request.most_tokens - 1,
@@ -207,9 +212,9 @@ class Drafting:
         k = request.params.num_speculative_tokens
         if k is None:
             k = self._chosen.get(request, self.k)
-        k = min(k, self._sequences.max_drawn)
         if k == 0 or not request.speculates or not self._proposer.draws_for([request]):
             return 0
+        k = min(k, self._sequences.max_drawn)
         return min(k, max(0, self._num_questions.get(request, k + 1) - 1))
 
     def _forget(self, request: Request) -> None:

@@ -21,7 +21,7 @@ class Scheduler:
 
     def __init__(self, sequences: Sequences, proposer: Proposer) -> None:
         self._sequences, self.drafting = sequences, Drafting(sequences, proposer)
-        self._memory, self._max_model_len = sequences.memory, sequences.max_model_len
+        self._memory = sequences.memory
         self.lag = 0  # 0 or 1 steps launched ahead of the last one that the host has read
 
     def schedule(self) -> Plan:
@@ -36,9 +36,11 @@ class Scheduler:
         startable = [r for r in waiting if r.can_start]
         drafting = self.drafting
         drafting.ration_grammars([*running, *startable[: len(self._sequences.free_slots)]])
-        decoding = [r for r in running if r.decodes and drafting.takes_part(r)]
-        prefilling = [r for r in running if not r.decodes and drafting.takes_part(r)]
-        startable = [r for r in startable if drafting.takes_part(r)]
+        decoding: list[Request] = []
+        prefilling: list[Request] = []
+        for request in drafting.taking_part(running):
+            (decoding if request.decodes else prefilling).append(request)
+        startable = drafting.taking_part(startable)
         seatable = startable[: len(self._sequences.free_slots)]
         if seatable and not self._fits(seatable[0]):
             seatable = []  # it may wait for long, and holds up those behind it
@@ -77,15 +79,15 @@ class Scheduler:
 
     def must_know(self) -> bool:
         """Whether the host must read the step in flight before it can plan the next one."""
-        return any(
-            request.is_in_flight and request.needs_host and self.drafting.would_draft(request)
-            for request in self._sequences.running
-        )
+        needing = [request for request in self._sequences.running if request.needs_host]
+        return any(r.is_in_flight and self.drafting.would_draft(r) for r in needing)
 
     def _schedule_running(self, request: Request, budget: int, plan: Plan) -> int:
         """Give a running sequence its share of the step; returns its number of rows, or 0."""
-        if request.slot is None or not self._may_go_on(request):  # None: preempted by this step
+        if request.slot is None:  # preempted by this step
             return 0
+        if request.num_drafts_in_flight is not None and request.least_tokens >= request.max_len:
+            return 0  # the step in flight is sure to end it
         scheduled = self._share(request, budget, plan)
         if scheduled.num_new_tokens == 0:
             return 0
@@ -101,23 +103,11 @@ class Scheduler:
 
     def _allocate(self, scheduled: ScheduledRequest) -> bool:
         """Get its pages; if there are too few, for no drafts: they are not worth a preemption."""
-        request, end = scheduled.request, scheduled.end
-        if self._memory.allocate(request.memory, end + scheduled.max_drafts):
+        memory, end = scheduled.memory, scheduled.end
+        if self._memory.allocate(memory, end + scheduled.max_drafts):
             return True
         scheduled.max_drafts = 0
-        return self._memory.allocate(request.memory, end)
-
-    def _may_go_on(self, request: Request) -> bool:
-        """Whether the sequence may be in the next step: not if the step in flight is sure to end
-        it, because it reaches `max_tokens` or fills the context.
-        """
-        if not request.is_in_flight:
-            return True
-        num_tokens = request.least_tokens
-        return (
-            num_tokens - request.num_prompt_tokens < request.params.max_tokens
-            and num_tokens < self._max_model_len
-        )
+        return self._memory.allocate(memory, end)
 
     def _num_rows_of_short(
         self, startable: list[Request], prefilling: list[Request], most: int
@@ -175,7 +165,7 @@ class Scheduler:
 
     def _share(self, request: Request, budget: int, plan: Plan) -> ScheduledRequest:
         num_new = 1
-        if not request.is_in_flight:
+        if request.num_drafts_in_flight is None:
             num_new = min(request.num_uncomputed_tokens, budget)
             num_new = request.memory.rows_up_to_an_edge(num_new)
         scheduled = ScheduledRequest(request, num_new)
@@ -185,8 +175,5 @@ class Scheduler:
                 num_scored = max(0, request.num_scored_tokens - request.memory.num_computed_tokens)
                 num_new = num_scored + num_left
                 scheduled = ScheduledRequest(request, num_new)
-        # The first token does not wait until the draft has read the prompt: the next step does
-        # that, in one pass with the drafts of others.
-        is_first = request.least_tokens == request.num_prompt_tokens
-        self.drafting.give(scheduled, budget - num_new, waits=is_first and self.lag > 0)
+        self.drafting.give(scheduled, budget - num_new, lag=self.lag)
         return scheduled

@@ -74,6 +74,7 @@ class Sequences:
         """Queue sequences; there must be room."""
         for request in requests:
             request.turn = (request.turn[0], next(self._arrivals))
+            request.max_len = min(request.max_len, self.max_model_len)
             insort(self.waiting, request, key=_TURN)
             self.by_id[request.request_id] = request
 

@@ -38,20 +38,18 @@ class Scorer:
 
         Also starts copying to the host the prompt logprobs that this step scores.
         """
-        query_lens_np = np.array([s.num_new_tokens for s in plan.scheduled])
-        num_logits_np = np.array([s.num_prompt_logits for s in plan.scheduled])
-        scores_prompts = num_logits_np.any()
-        draws_np = np.array([s.draws for s in plan.scheduled])
-        query_lens_np[draws_np] += plan.num_drafts_np
-        num_logits_np[draws_np] += plan.num_drafts_np + 1
+        scheduled = plan.scheduled
+        num_logits_np = np.array(
+            [s.num_prompt_logits + (s.num_drafts + 1 if s.draws else 0) for s in scheduled]
+        )
         batch = HostBatch.build(
-            slots_of(plan.scheduled),
-            np.array([s.start for s in plan.scheduled]),
-            query_lens_np,
+            slots_of(scheduled),
+            np.array([s.start for s in scheduled]),
+            np.array([s.num_new_tokens + s.num_drafts for s in scheduled]),
             num_logits_np,
         )
         scored = self._target.forward(batch)
-        if scores_prompts:
+        if plan.num_prompt_logits:
             logits = score_prompts(plan, scored.logits, num_logits_np, self._vocab_size)
             return scored._replace(logits=logits)
         return scored

@@ -169,10 +169,12 @@ class Verifier:
         first = 0  # row of the next sequence that wants logprobs
         counts_np = (drawn_np[:, :-1] >= 0).sum(1)  # mostly few of the columns
         rows, counts = drawn_np[:, : counts_np.max()].tolist(), counts_np.tolist()
-        are_bad = drawn_np[:, -1].tolist()
+        are_bad = (drawn_np[:, -1] != 0).tolist()
+        for scheduled, row, count, is_bad in zip(plan.drawing, rows, counts, are_bad, strict=True):
+            scheduled.token_ids, scheduled.is_bad = row[:count], is_bad
+        if drafts_np is None and not others_np:
+            return
         for i, scheduled in enumerate(plan.drawing):
-            scheduled.token_ids = rows[i][: counts[i]]
-            scheduled.is_bad = bool(are_bad[i])
             if drafts_np is not None and scheduled.request.returns_drafts:
                 scheduled.draft_token_ids = drafts_np[i, : scheduled.num_drafts].tolist()
             num_top = scheduled.request.params.num_alternatives

@@ -49,13 +49,13 @@ class Scripted(Source):
 def plan(*max_drafts: int) -> Any:
     """Sequences in slots 10, 11, … and one more, in slot 9, that reads its prompt."""
     request = Request(NewRequest(request_id="0", prompt_token_ids=[1], params=GREEDY))
-    common = {"request": request, "source": None, "concerns_sources": True}
+    common = {"request": request, "source": None}
     reads = SimpleNamespace(slot=9, draws=False, max_drafts=0, max_drawn=0, **common)
     drawing = [
         SimpleNamespace(slot=10 + i, draws=True, max_drafts=k, max_drawn=k, **common)
         for i, k in enumerate(max_drafts)
     ]
-    return SimpleNamespace(scheduled=[reads, *drawing], drawing=drawing)
+    return SimpleNamespace(scheduled=[reads, *drawing], drawing=drawing, concerns_sources=True)
 
 
 def test_a_sequence_is_drafted_for_by_the_first_source_that_takes_it() -> None:
