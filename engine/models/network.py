@@ -281,18 +281,14 @@ class Network(PagedLayers):
 
     def forward(self, batch: HostBatch) -> Pass:
         """Compute the batch's rows, and store their KV in the pages."""
-        shape = self._shape_for(batch.shape)
+        shape = self._phase.padded(batch.shape)
         computed = self._phase(batch.packed(shape[0], self._slots.dummy), shape)
         _, _, num_logits = batch.shape
         return computed._replace(logits=computed.logits[:num_logits], shape=shape)
 
-    def _shape_for(self, wanted: Shape) -> Shape:
-        """The smallest captured shape that holds a batch; the batch's own if none does."""
-        return next((s for s in reversed(self.captured) if _holds(s, wanted)), wanted)
-
     def padded(self, num_seqs: int, num_rows: int) -> tuple[int, int]:
         """The sequences and rows that are computed for so many, if every row has logits."""
-        size, rows, _ = self._shape_for((num_seqs, num_rows, num_rows))
+        size, rows, _ = self._phase.padded((num_seqs, num_rows, num_rows))
         return size, rows
 
     def run(self, packed: Tensor, shape: Shape) -> Pass:
@@ -352,7 +348,3 @@ def short_batches(max_num_seqs: int, most_rows: int) -> list[tuple[int, int]]:
         for num_rows in _SHORT_ROWS
         if num_seqs * num_rows <= most_rows
     ]
-
-
-def _holds(shape: Shape, wanted: Shape) -> bool:
-    return all(size >= needed for size, needed in zip(shape, wanted, strict=True))

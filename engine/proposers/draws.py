@@ -132,7 +132,7 @@ class Draws:
 
     def _draw_each(self, slots_np: np.ndarray, j: int, kind: Shape, logits: Tensor) -> Tensor:
         """Draw draft j in these slots. Shape: logits [N, V'] -> [N]."""
-        size = self._phase.padded_size(len(slots_np))
+        size = self._phase.padded((len(slots_np),))[0]
         integers_np = self.pack(slots_np, j, size)
         return self._phase(integers_np, (size, *kind), logits)[: len(slots_np)]
 

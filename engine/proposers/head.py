@@ -141,7 +141,7 @@ class HeadSource(Source):
 
     def _together(self, scheduled: list[ScheduledRequest], num_drafts_np: np.ndarray) -> np.ndarray:
         """Draw all drafts on the device; returns how many of them to keep. Shape: [N] -> [N]."""
-        size, k = self._drafts.padded_size(len(scheduled)), int(num_drafts_np[0])
+        (size, *_), k = self._drafts.padded((len(scheduled),)), int(num_drafts_np[0])
         packed = self._drafter.pack(slots_of(scheduled), num_drafts_np, size, k)
         drafted = self._drafts(packed, (size, k, *sampling_kind(scheduled)))
         least_np = np.array([s.least_chance for s in scheduled])

@@ -150,7 +150,7 @@ class Verifier:
         # A graph for more rows of logits takes longer, also if they are not there.
         is_long = num_drafts_np.max() > self._slots.max_drawn
         most = self._slots.max_drafts if is_long else self._slots.max_drawn
-        size = self._phase.padded_size(count)
+        size, *_ = self._phase.padded((count,))
         # Each sequence of padding reads one more row. A step of much that was looked up has more
         # rows than any graph.
         num_rows = len(logits) + size - count

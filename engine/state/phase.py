@@ -7,9 +7,12 @@ for shapes that were not captured, the same function runs directly.
 
 import functools
 import gc
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
+from operator import ge
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -41,7 +44,7 @@ class Phase(Generic[Output]):
         self._device = device
         self.captured: dict[Shape, Captured[Output]] = {}
         self._prepared: set[Shape] = set()  # captured before, perhaps over other tensors
-        self._sizes: list[int] = []  # of captured shapes, the first of their numbers; ascending
+        self._ascending: list[Shape] = []  # the captured ones
 
     def __call__(self, integers_np: np.ndarray, shape: Shape, *tensors: Tensor) -> Output:
         """Run on these integers; the output is valid until the next call.
@@ -62,16 +65,22 @@ class Phase(Generic[Output]):
 
     def drop(self) -> None:
         """Drop what is captured, because the tensors that it reads are replaced."""
-        self.captured, self._sizes = {}, []
+        self.captured, self._ascending = {}, []
 
     def holds(self, shape: Shape, num_rows: int) -> bool:
         """Whether a shape was captured over tensors of so many rows at least."""
         captured = self.captured.get(shape)
         return captured is not None and all(len(each) >= num_rows for each in captured.tensors)
 
-    def padded_size(self, size: int) -> int:
-        """The smallest size of a captured shape that holds `size`; `size` itself if none does."""
-        return next((n for n in self._sizes if n >= size), size)
+    def padded(self, wanted: Shape) -> Shape:
+        """The smallest captured shape with no smaller number than `wanted`; else `wanted` itself.
+
+        Whatever numbers `wanted` lacks may be any. Every pass asks: so it is not compared with all
+        that are for fewer sequences.
+        """
+        first = bisect_left(self._ascending, wanted[:1])
+        larger = islice(self._ascending, first, None)
+        return next((shape for shape in larger if all(map(ge, shape, wanted))), wanted)
 
     @torch.inference_mode()
     def capture(
@@ -88,7 +97,7 @@ class Phase(Generic[Output]):
         )
         self._prepared.add(shape)
         self.captured[shape] = Captured(graph, integers, tuple(tensors), output)
-        self._sizes = sorted({shape[0] for shape in self.captured})
+        self._ascending = sorted(self.captured)
         return output
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.engine import Engine
 from outrider.engine.models.network import captured_shapes
 from outrider.engine.state import phase
-from outrider.engine.state.phase import Shape, padded_sizes, record_graph
+from outrider.engine.state.phase import Phase, Shape, padded_sizes, record_graph
 
 
 class _Recorded:
@@ -185,6 +186,27 @@ def test_prompts_run_captured_too(target: Path, recorded: type[_Recorded]) -> No
     phase_of_target = engine.worker.scorer._target._phase
     phase_of_target.captured = _Complete(phase_of_target.captured)
     assert [tokens(o) for o in run(engine, prompts([40, 1, 9], VOCAB), GREEDY)] == expected
+
+
+def test_a_pass_takes_the_smallest_shape_that_holds_it_and_passes_over_fewer_sequences() -> None:
+    num_compared = 0
+
+    class Counted(int):
+        def __le__(self, other: int) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return int(self) <= other
+
+    passes: Phase[None] = Phase(lambda *_: None, DEVICE)
+    passes._ascending = shapes = sorted(captured_shapes(256, 7, 2048, True, 33))
+    for n, rows, more in product((1, 2, 3, 60, 200, 256), (1, 2, 5, 7, 20), (0, 1, 90)):
+        wanted = n, n * rows + more, n * rows
+        holding = [
+            s for s in shapes if all(have >= want for have, want in zip(s, wanted, strict=True))
+        ]
+        assert passes.padded(wanted) == (holding[0] if holding else wanted)
+    assert passes.padded((64, Counted(64), Counted(64))) == (64, 64, 64)
+    assert num_compared == 2  # of the first shape with room for 64 sequences
 
 
 def test_sizes_are_the_powers_of_two_and_the_most() -> None:
