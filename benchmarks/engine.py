@@ -50,7 +50,6 @@ from outrider.engine.config import (
 )
 from outrider.engine.engine import Engine
 from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.heads.block_head import BlockHead
 from outrider.engine.models.heads.chain import MarkovHead
 from outrider.engine.models.heads.eagle3 import Eagle3Head
 from outrider.engine.models.heads.mtp import MtpHead
@@ -234,7 +233,7 @@ def bytes_read(engine: Engine, k: int) -> int:
     drafting = head.weight_bytes - head.fc.weight.num_bytes  # which is for the target's states
     if isinstance(head, Eagle3Head):
         return num_bytes + (k if head.mask is None else 1) * drafting
-    chain = head.chain if isinstance(head, BlockHead) else None
+    chain = head.chain
     each = chain.output.weight.num_bytes if isinstance(chain, MarkovHead) else 0  # for a draft
     return num_bytes + drafting + k * each
 

@@ -63,7 +63,7 @@ def _head_source(head: Head, target: Network, slots: Slots, edits: LogitEdits) -
     drafter: Drafter
     if isinstance(head, BlockHead):
         masks = MasksAfterAnchor(head, slots)
-        drafter = BlockByBlock(head, masks, draws, slots, head.chain, head.confidence)
+        drafter = BlockByBlock(head, masks, draws, slots)
     else:
         assert isinstance(head, AutoregressiveHead)
         last_rows = LastRows(head, target, slots)

@@ -16,7 +16,6 @@ from outrider.kernels.model.rows import BatchRows
 
 from ..models.attention import ForwardBatch
 from ..models.heads.block_head import BlockHead
-from ..models.heads.chain import Chain, ConfidenceHead
 from ..models.heads.eagle3 import Eagle3Head
 from ..models.heads.head import Head
 from ..state.batch import HostBatch, packed_len
@@ -109,18 +108,15 @@ class BlockByBlock(Drafter):
         blocks: MasksAfterAnchor | MasksAfterLastRow,
         draws: Draws,
         slots: Slots,
-        chain: Chain | None = None,
-        confidence: ConfidenceHead | None = None,
     ) -> None:
         self._head, self._blocks, self._draws = head, blocks, draws
         self._slots, self.read = slots, blocks.read
-        self._chain, self._confidence = chain, confidence
 
     def likely(
         self, drafted: Tensor, num_drafts_np: np.ndarray, least_np: np.ndarray
     ) -> np.ndarray:
         num_rows = num_drafts_np.sum() + len(num_drafts_np)
-        if self._confidence is None or not least_np.any() or num_rows < MIN_ROWS_TO_CUT:
+        if self._head.confidence is None or not least_np.any() or num_rows < MIN_ROWS_TO_CUT:
             return num_drafts_np
         chance_np = drafted[:, : len(least_np)].cpu().numpy().cumprod(0)
         num_likely_np = (chance_np >= least_np).sum(0)
@@ -179,7 +175,7 @@ class BlockByBlock(Drafter):
 
     @property
     def _draws_at_once(self) -> bool:
-        return self._chain is None and self._confidence is None
+        return self._head.chain is None and self._head.confidence is None
 
     def _shape(self, size: int, k: int) -> Shape:
         return size, size * max(1, k + self._blocks.num_more_rows), 0
@@ -195,9 +191,9 @@ class BlockByBlock(Drafter):
 
     def _prepared(self, block: Block) -> tuple[Tensor, ...]:
         """What the logits of all drafts are made of. Shape: [k, N, …] each."""
-        if self._chain is None:
+        if self._head.chain is None:
             return (block.logits,)
-        return self._chain.prepared(block.h, block.logits, self._slots.vocab_size)
+        return self._head.chain.prepared(block.h, block.logits, self._slots.vocab_size)
 
     def _at(
         self, block: Block, prepared: tuple[Tensor, ...], j: int, previous: Tensor
@@ -210,8 +206,8 @@ class BlockByBlock(Drafter):
             every[j] if block.seqs is None else every[j][block.seqs]
             for every in (block.h, *prepared)
         )
-        logits = its[0] if self._chain is None else self._chain(previous, *its)
-        confidence = None if self._confidence is None else self._confidence(h, previous)
+        logits = its[0] if self._head.chain is None else self._head.chain(previous, *its)
+        confidence = None if self._head.confidence is None else self._head.confidence(h, previous)
         return self._head.widened(logits), confidence
 
 

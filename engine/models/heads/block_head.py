@@ -68,8 +68,6 @@ class BlockHead(Head):
     def change_linears(self, change: Change) -> None:
         super().change_linears(change)
         self.context = [layer._replace(kv=change(layer.kv)) for layer in self.context]
-        if self.chain is not None:
-            self.chain = self.chain.changed(change)
 
     def read(self, taps: Tensor, batch: ForwardBatch) -> None:
         """Store keys and values of the target's states. Shape: [T, num_taps, target's hidden]."""

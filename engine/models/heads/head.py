@@ -11,6 +11,7 @@ from ..attention import ForwardBatch
 from ..blocks import Block, Stack
 from ..token_map import TokenMap
 from ..weights import Change, Layer, Linear, Weight
+from .chain import Chain, ConfidenceHead
 
 
 class Head(Stack):
@@ -18,6 +19,8 @@ class Head(Stack):
 
     kind: str  # the name that users know
     max_drafts: int | None = None  # in one step; None: no limit
+    chain: Chain | None = None  # what makes logits depend on the draft before, if anything does
+    confidence: ConfidenceHead | None = None
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Head(Stack):
     def change_linears(self, change: Change) -> None:
         super().change_linears(change)
         self.fc = change(self.fc)
+        self.chain = self.chain and self.chain.changed(change)
 
 
 class AutoregressiveHead(Head):
