@@ -12,11 +12,11 @@ from .attention import ForwardBatch, PagedAttention
 from .network import PagedLayers
 from .parts.base import Part
 from .slot_state import SlotState
-from .weights import Change, Layer, Linear, Weight
+from .weights import Change, Layer, Layered, Linear, Weight
 
 
 @dataclass(slots=True)
-class Block:
+class Block(Layered):
     """A mixer, which looks at other tokens, then an MLP."""
 
     mixer: Part
@@ -32,14 +32,6 @@ class Block:
     @property
     def parts(self) -> tuple[Part, ...]:
         return self.mixer, self.mlp
-
-    @property
-    def linears(self) -> list[Layer[Weight]]:
-        return [linear for part in self.parts for linear in part.linears.values()]
-
-    def changed(self, change: Change) -> "Block":
-        """The same block with its linear layers replaced."""
-        return Block(self.mixer.changed(change), self.mlp.changed(change))
 
 
 class Stack(PagedLayers):
@@ -69,7 +61,10 @@ class Stack(PagedLayers):
     @property
     def linears(self) -> list[Layer[Weight]]:
         """All linear layers that a pass computes."""
-        return [*(each for block in self.blocks for each in block.linears), self.output_layer]
+        return [
+            *(each for block in self.blocks for each in block.linears.values()),
+            self.output_layer,
+        ]
 
     @property
     def weights(self) -> list[Weight]:

@@ -212,7 +212,9 @@ def _agrees(block: Block, x: Tensor, expected: Tensor, batch: ForwardBatch) -> b
     got = _through(block, x, batch)
     # Both round: the residual stream once, to its dtype, and the layer's output several times.
     # Where inputs are rounded further, the least difference may turn one to the next code.
-    eps = max(torch.finfo(x.dtype).eps, *(linear.weight.input_eps for linear in block.linears))
+    eps = max(
+        torch.finfo(x.dtype).eps, *(linear.weight.input_eps for linear in block.linears.values())
+    )
     before, expected = x.float(), expected.float()
     tolerance = 4 * eps * expected.norm() + 8 * eps * (expected - before).norm()
     difference = (got - expected).norm()

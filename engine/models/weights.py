@@ -6,7 +6,8 @@ chooses the format by what the checkpoint holds.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, Literal, NamedTuple, Self, TypedDict, TypeVar, Unpack
+from dataclasses import fields, replace
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -328,3 +329,35 @@ class Linear(Layer[Matrix]):
 
 # Makes the same layer in another format; of one kind, the same kind.
 Change = Callable[[Any], Any]
+
+
+class Layered:
+    """A dataclass some of whose fields are layers, or again such dataclasses."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def linears(self) -> dict[str, Layer[Weight]]:
+        """All of its linear layers, by the names of fields, such as `down` or `shared.down`."""
+        found: dict[str, Layer[Weight]] = {}
+        for own, value in self._layers.items():
+            if isinstance(value, Layer):
+                found[own] = value
+            else:
+                found |= {f"{own}.{name}": layer for name, layer in value.linears.items()}
+        return found
+
+    def changed(self, change: Change) -> Self:
+        """The same with its linear layers replaced, one by one in their order."""
+        changed: dict[str, Any] = {
+            name: change(value) if isinstance(value, Layer) else value.changed(change)
+            for name, value in self._layers.items()
+        }
+        return replace(self, **changed)
+
+    @property
+    def _layers(self) -> "dict[str, Layer[Weight] | Layered]":
+        """Those of its fields that are layers, or made of them."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {n: value for n, value in values.items() if isinstance(value, (Layer, Layered))}

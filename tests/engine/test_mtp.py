@@ -74,7 +74,7 @@ def test_the_projection_is_one_of_its_weights(target: Path) -> None:
     network = load_network(ModelConfig(path=str(target), dtype="float32"), DEVICE)
     config = ModelConfig(path=str(target), dtype="float32", is_mtp=True)
     head = load_head(config, network, config.path)
-    parts = (*head.blocks[0].linears, head.output_layer, head.fc)
+    parts = (*head.blocks[0].linears.values(), head.output_layer, head.fc)
     assert head.weight_bytes == sum(linear.weight.num_bytes for linear in parts)
 
 
@@ -215,7 +215,7 @@ def test_a_quantised_glm_keeps_its_head(name: str, leave: tuple[str, ...], tmp_p
     for layer, expected in (
         (head.fc, meant[f"{GLM_LAYER}.eh_proj.weight"]),
         (head.blocks[0].mixer.output, meant[f"{GLM_LAYER}.self_attn.o_proj.weight"]),
-        (head.blocks[0].mlp.shared_down, meant[f"{mlp}.shared_experts.down_proj.weight"]),
+        (head.blocks[0].mlp.shared.down, meant[f"{mlp}.shared_experts.down_proj.weight"]),
         (head.blocks[0].mlp.down, torch.cat(experts)),
     ):
         torch.testing.assert_close(layer.weight.dequantised(), expected.to(DEVICE))

@@ -15,7 +15,8 @@ see `chain.py`. The layers of DFlash2 convolve the rows of a block: see `parts/c
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,13 +24,14 @@ from torch import Tensor
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
 from ..attention import ForwardBatch, PagedAttention, Rope
-from ..weights import Change, Linear
+from ..weights import Change, Layered, Linear
 from .chain import Chain, ConfidenceHead
 from .config import BlockConfig
 from .head import Head
 
 
-class Context(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Context(Layered):
     """What stores keys and values of the context for one layer."""
 
     kv: Linear  # the part of the layer's qkv
@@ -67,7 +69,7 @@ class BlockHead(Head):
 
     def change_linears(self, change: Change) -> None:
         super().change_linears(change)
-        self.context = [layer._replace(kv=change(layer.kv)) for layer in self.context]
+        self.context = [layer.changed(change) for layer in self.context]
 
     def read(self, taps: Tensor, batch: ForwardBatch) -> None:
         """Store keys and values of the target's states. Shape: [T, num_taps, target's hidden]."""

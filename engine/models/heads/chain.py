@@ -6,17 +6,17 @@ computed at once; then drafts are drawn one after another.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..weights import Change, Linear
+from ..weights import Layered, Linear
 
 
-class Chain(ABC):
+class Chain(Layered, ABC):
     """Makes the logits of a draft from those of its row and the token before it."""
 
     @abstractmethod
@@ -33,10 +33,6 @@ class Chain(ABC):
         Shape: previous [N], prepared [N, …] each -> [N, V'].
         """
 
-    @abstractmethod
-    def changed(self, change: Change) -> "Chain":
-        """The same with its linear layers replaced."""
-
 
 @dataclass(frozen=True, slots=True)
 class MarkovHead(Chain):
@@ -51,9 +47,6 @@ class MarkovHead(Chain):
     def __call__(self, previous: Tensor, *prepared: Tensor) -> Tensor:
         (logits,) = prepared
         return logits + self.output(F.embedding(previous, self.embedding))
-
-    def changed(self, change: Change) -> "MarkovHead":
-        return replace(self, output=change(self.output))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +75,6 @@ class Selector(Chain):
         scores = best + (factors * before.float()[:, None]).sum(-1)
         nothing = before.new_full((len(before), len(self.successors)), -torch.inf)
         return nothing.scatter_(1, ids, scores.to(nothing.dtype))
-
-    def changed(self, change: Change) -> "Selector":
-        return replace(self, projection=change(self.projection))
 
 
 class ConfidenceHead(NamedTuple):

@@ -12,8 +12,8 @@ model and asks them, and knows no kinds.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from outrider.kernels.model.row_codes import Normed
 from ..attention import ForwardBatch, PagedAttention, Rope
 from ..shares import Ranks
 from ..slot_state import SlotState
-from ..weights import Change, Layer, Linear, Weight
+from ..weights import Layered, Linear
 
 
 class Compiled(NamedTuple):
@@ -35,8 +35,8 @@ class Compiled(NamedTuple):
 
 
 @dataclass(slots=True)
-class Part(ABC):
-    """A part of a block; those of its fields that are a `Layer` are its linear layers."""
+class Part(Layered, ABC):
+    """A part of a block; each of its linear layers has the axis along which ranks share it."""
 
     norm: Norm | None
     post_norm: Norm | None = field(default=None, kw_only=True)  # of its output
@@ -55,12 +55,6 @@ class Part(ABC):
     ) -> Normed | None:
         """Shape: x, normed [T, hidden]; returns next_norm(x) or None."""
 
-    @property
-    def linears(self) -> dict[str, Layer[Weight]]:
-        """By their names here, each with the axis along which ranks would share it."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Layer)}
-
     def add(self, x: Tensor, layer: Linear, y: Tensor, next_norm: Norm | None) -> Normed | None:
         """Add what its last layer makes of y to x; returns next_norm(x) or None."""
         if self.post_norm is None and self.factor == 1:
@@ -70,11 +64,6 @@ class Part(ABC):
             added = rms_norm(added, self.post_norm)
         x.add_(added, alpha=self.factor)
         return None
-
-    def changed(self, change: Change) -> Self:
-        """The same part with its linear layers replaced, one by one in their order."""
-        changed: dict[str, Any] = {name: change(each) for name, each in self.linears.items()}
-        return replace(self, **changed)
 
     def over_ranks(self, ranks: Ranks) -> Self:
         """The same part, if it has to know more of other ranks than sums of its linear layers."""

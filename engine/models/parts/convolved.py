@@ -1,7 +1,6 @@
 """A part of a DFlash2 head: attention or an MLP, between two convolutions over rows of a block."""
 
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from outrider.kernels.model.row_codes import Normed
 
 from ..attention import ForwardBatch
 from ..checkpoint import AnyCheckpoint
-from ..weights import Change, Dense, Layer, Linear, Weight
+from ..weights import Dense, Linear
 from .base import Part
 
 
@@ -41,13 +40,6 @@ class Convolved(Part):
         return Convolved(
             norm=norm, part=part, base=base, projection=projection, attention=part.attention
         )
-
-    @property
-    def linears(self) -> dict[str, Layer[Weight]]:
-        return {"projection": self.projection, **self.part.linears}
-
-    def changed(self, change: Change) -> Self:
-        return replace(self, projection=change(self.projection), part=self.part.changed(change))
 
     def __call__(
         self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch

@@ -204,8 +204,7 @@ class ExpertMLP(Part):
     down: Layer[ExpertWeights]
     glu: Glu
     router: Router
-    shared_gate_up: Linear | None = None
-    shared_down: Linear | None = None
+    shared: GatedMLP | None = None
     is_gated: bool = False  # whether the shared expert is
     choice: Routing | None = None  # of all rows, if it is made already
 
@@ -238,16 +237,15 @@ class ExpertMLP(Part):
         outputs = {f"{name}.{gate}": num_experts}
         if shared_gate is not None:
             outputs[f"{name}.{shared_gate}"] = 1
-        layer, gate_up, down = tensors.linear(width, outputs), None, None
+        layer, expert = tensors.linear(width, outputs), None
         if exact:
             if not isinstance(layer.weight, Dense):
                 raise UnsupportedModelError(f"its router is in {layer.weight.format}")
             layer = layer._replace(weight=Unrounded(layer.weight.matrix))
         if shared is not None:
-            own = GatedMLP.read(
+            expert = GatedMLP.read(
                 tensors, f"{name}.{shared[0]}", norm=None, width=width, inner=shared[1]
             )
-            gate_up, down = own.gate_up, own.down
         return ExpertMLP(
             norm=norm,
             router_layer=layer,
@@ -261,8 +259,7 @@ class ExpertMLP(Part):
             glu=SILU,
             router=router,
             chooser=f"{name}.{gate}",
-            shared_gate_up=gate_up,
-            shared_down=down,
+            shared=expert,
             is_gated=shared_gate is not None,
         )
 
@@ -279,11 +276,11 @@ class ExpertMLP(Part):
             routing = routing._replace(weights=routing.weights * self.factor)
         gate_up, down = self.gate_up, self.down
         gated = gate_up.weight.gated(normed, routing, gate_up.bias, self.glu)
-        if self.shared_gate_up is not None and self.shared_down is not None:
-            shared = self.shared_gate_up(normed, gated=True)
+        if self.shared is not None:
+            shared = self.shared.gate_up(normed, gated=True)
             if self.is_gated:
                 shared *= logits[:, -1:].sigmoid()
-            self.shared_down.add_to(x, shared)
+            self.shared.down.add_to(x, shared)
         return down.weight.add_to(x, gated, routing, down.bias, next_norm)
 
     def _of_experts(self, logits: Tensor) -> Tensor:
