@@ -61,14 +61,14 @@ def decoder(rng: random.Random) -> Decoder:
     blocks = [
         Block(
             Attention(
-                norm(hidden),
-                linear(rng, (heads + 2 * kv_heads) * dim, hidden),
-                linear(rng, hidden, heads * dim),
-                PagedAttention(
+                norm=norm(hidden),
+                qkv=linear(rng, (heads + 2 * kv_heads) * dim, hidden),
+                output=linear(rng, hidden, heads * dim),
+                attention=PagedAttention(
                     heads, kv_heads, dim, dim, dim**-0.5, window=rng.choice([None, 1, 5, 40])
                 ),
-                rope,
-                (norm(dim), norm(dim)) if has_head_norms else None,
+                rope=rope,
+                head_norms=(norm(dim), norm(dim)) if has_head_norms else None,
             ),
             GatedMLP(norm(hidden), linear(rng, 2 * inner, hidden), linear(rng, hidden, inner)),
         )
