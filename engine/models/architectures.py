@@ -1,7 +1,8 @@
 """The configs of models, also of architectures that transformers does not know.
 
 Such an architecture is registered with transformers when this module is imported. The Python code
-that its checkpoints bring is never run.
+that its checkpoints bring is never run. The classes of models are in `model_classes.py`: whatever
+reads configs alone must not wait until transformers has imported its models.
 """
 
 import json
@@ -11,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoConfig, PreTrainedConfig, Qwen2Config
 
 # The types of RoPE that we compute; others depend on the length of the sequence.
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
@@ -33,15 +28,7 @@ class MiMoConfig(Qwen2Config):
     model_type = "mimo"
 
 
-class MiMoForCausalLM(Qwen2ForCausalLM):
-    """The model without its MTP layer."""
-
-    config_class = MiMoConfig
-    _keys_to_ignore_on_load_unexpected = [r"^model\.mtp_layers\."]  # noqa: RUF012
-
-
 AutoConfig.register(MiMoConfig.model_type, MiMoConfig, exist_ok=True)
-AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 
 
 def load_config(directory: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.kernels.reached import check_reached
 
 from .admission import UnsupportedModelError
 from .gguf_file import FILE_NAME
+from .model_classes import AutoModelForCausalLM
 from .opened_files import open_files
 from .unread import warn_of_unread
 

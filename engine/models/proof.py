@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from outrider.kernels.compiling import compile_together
 from outrider.kernels.model.rms_norm import rms_norm
@@ -24,6 +24,7 @@ from .attention import ForwardBatch
 from .blocks import Block
 from .checkpoint import AnyCheckpoint, Lent
 from .decoder import Decoder
+from .model_classes import AutoModelForCausalLM
 from .one_prompt import PAGE, num_pages_of, one_prompt
 from .parts.base import Part
 
