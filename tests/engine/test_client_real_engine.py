@@ -80,7 +80,7 @@ async def test_a_flood_is_answered_in_full(client: EngineClient) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.deep  # of a scripted engine in test_process_engine.py, a server's in test_workers.py
+@pytest.mark.sweep  # of a scripted engine in test_process_engine.py, a server's in test_workers.py
 @pytest.mark.parametrize("client", [ProcessEngine], indirect=True)
 async def test_kill_9_in_mid_stream_costs_only_what_was_running(client: Any) -> None:
     (prompt,) = prompts([5], VOCAB)
@@ -104,29 +104,27 @@ async def test_a_killed_rank_costs_only_what_was_running(tiny_model: Callable[..
     (prompt,) = prompts([5], VOCAB)
     expected = {"a": generate(tiny_model(seed=0), prompt, 20)}
     assert await collect(await client.generate([sequence("a", prompt)])) == expected
-    for is_idle in (False, True):
-        assert client.info is not None
-        (rank,) = psutil.Process(client.info.pid).children()
-        stream = await client.generate([sequence("a", prompt, 200)])
-        await anext(stream)
-        if is_idle:
-            await stream.aclose()
-            await pages_used_become(client, 0)
-        rank.kill()
-        if not is_idle:
-            with pytest.raises(EngineUnavailableError, match="rank 1 of the target: killed by"):
-                await collect(stream)
-        await state_becomes(client, "restarting")
-        await state_becomes(client, "ready")
-        assert await collect(await client.generate([sequence("a", prompt)])) == expected
+    assert client.info is not None
+    (rank,) = psutil.Process(client.info.pid).children()
+    stream = await client.generate([sequence("a", prompt, 200)])
+    await anext(stream)
+    rank.kill()
+    with pytest.raises(EngineUnavailableError, match="rank 1 of the target: killed by"):
+        await collect(stream)
+    await state_becomes(client, "restarting")
+    await state_becomes(client, "ready")
+    assert await collect(await client.generate([sequence("a", prompt)])) == expected
+    await pages_used_become(client, 0)
     engine = psutil.Process(client.info.pid)
-    ranks = engine.children()
+    (rank,) = engine.children()
+    rank.kill()  # and of an engine without work
+    await state_becomes(client, "restarting")
     await client.stop()
-    assert not [process for process in (engine, *ranks) if process.is_running()]
+    assert not [process for process in (engine, rank) if process.is_running()]
 
 
 @pytest.mark.slow
-@pytest.mark.deep  # of a scripted engine in test_process_engine.py, a command's in test_serving.py
+@pytest.mark.sweep  # of a scripted engine in test_process_engine.py, a command's in test_serving.py
 async def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     client = ProcessEngine(engine_config(tmp_path / "nothing"))
     with pytest.raises(EngineUnavailableError, match=r"could not start: .*nothing"):

@@ -63,8 +63,15 @@ def truth(engine: Engine, pair: tuple[Path, Path], prompts: list[list[int]]) -> 
     return answers
 
 
-@pytest.mark.deep  # with k = 3 below
-@pytest.mark.parametrize(("proposer", "k"), [("suffix", 5), ("draft_model", 1), ("draft_model", 8)])
+# With k = 3 below.
+@pytest.mark.parametrize(
+    ("proposer", "k"),
+    [
+        pytest.param("draft_model", 8, marks=pytest.mark.deep),
+        pytest.param("draft_model", 1, marks=pytest.mark.sweep),
+        pytest.param("suffix", 5, marks=pytest.mark.sweep),
+    ],
+)
 def test_sixteen_at_once_give_what_generate_gives(
     pair: tuple[Path, Path],
     prompts: list[list[int]],
@@ -94,7 +101,7 @@ def test_drafts_and_prefix_hits_change_nothing(
     assert sum(outputs[-1].num_cached_tokens > 0 for outputs in again) > 3
 
 
-@pytest.mark.deep  # on tiny models in test_loop.py
+@pytest.mark.sweep  # on tiny models in test_loop.py
 def test_preemption_changes_nothing(
     pair: tuple[Path, Path], prompts: list[list[int]], truth: list[list[int]]
 ) -> None:

@@ -10,16 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import InProcessEngine
 from scripted_client import steps
 from served import Served
 from tiny_pairs import save_tiny_model_with_tokenizer
 from typer.testing import CliRunner, Result
 
-from outrider.engine.api import QueueFullError
+from outrider.engine.api import QueueFullError, ReportProgress
+from outrider.engine.config import EngineConfig
+from outrider.engine.processes import process_engine
 from outrider.engine.processes.client import EngineUnavailableError
 from outrider.server.cli import app
+from outrider.server.config.settings import Settings
 from outrider.server.http import batch
 from outrider.server.http.batch import answer_lines
+from outrider.server.models import prepare
+from outrider.server.models.pair import engine_config, prepare_pair
+from outrider.server.models.prepare import Prepared
 
 Serve = Callable[..., Served]
 
@@ -101,11 +108,15 @@ def test_no_more_run_at_once_than_fit(serve: Serve) -> None:
     running = most = 0
     served = serve()
     generate = served.client.generate
+    as_many_as_fit = asyncio.Event()
 
     async def counting(requests: Any) -> Any:
         nonlocal running, most
         running += 1
         most = max(most, running)
+        if running == 3:
+            as_many_as_fit.set()
+        await asyncio.wait_for(as_many_as_fit.wait(), 30)
         await asyncio.sleep(0.01)
         running -= 1
         return await generate(requests)
@@ -186,6 +197,21 @@ def test_answer_that_fails_under_way_does_not_end_the_batch(serve: Serve) -> Non
     assert told["b"]["response"]["status_code"] == 200
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command prepares its pair, and runs its engine, without processes that load torch."""
+
+    async def prepared(settings: Settings, report: ReportProgress) -> Prepared:
+        pair = prepare_pair(settings, report)
+        return Prepared(pair.settings, engine_config(pair), pair.tokenizer)
+
+    def engine(config: EngineConfig, report: ReportProgress, **_: float) -> InProcessEngine:
+        return InProcessEngine(config, report)
+
+    monkeypatch.setattr(prepare, "prepare", prepared)
+    monkeypatch.setattr(process_engine, "ProcessEngine", engine)
+
+
 def run_batch(given: Path, output: Path) -> Result:
     """The command, with a tiny model beside the input."""
     target = save_tiny_model_with_tokenizer(given.parent / "target")
@@ -211,7 +237,7 @@ def test_command_answers_a_file(tmp_path: Path) -> None:
     assert told["b"]["response"]["status_code"] == 400
 
 
-@pytest.mark.deep
+@pytest.mark.usefixtures("in_this_process")
 def test_command_fails_if_every_line_failed(tmp_path: Path) -> None:
     given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     given.write_text(line("a", {"prompt": "Hi", "max_tokens": 0}) + "{\n")
@@ -223,7 +249,7 @@ def test_command_fails_if_every_line_failed(tmp_path: Path) -> None:
     assert run_batch(given, output).exit_code == 0
 
 
-@pytest.mark.deep
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_an_output_that_takes_no_more_is_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -1,6 +1,6 @@
 """Runs an engine as on a GPU, with its kernels under Triton's interpreter, on a CPU.
 
-    TRITON_INTERPRET=1 python interpreted_engine.py FOLDER PROPOSER
+    TRITON_INTERPRET=1 python interpreted_engine.py FOLDER
 
 Exits with an error if compiling kernels, which launches none, leaves a trace, or if a greedy answer
 is not the target's own.
@@ -27,16 +27,20 @@ from outrider.engine.models.decoder import Decoder
 from outrider.kernels.compiling import EmptyIsZero
 
 
-def main(folder: Path, proposer: str) -> None:
+def main(folder: Path) -> None:
     speed_up()
     target = save_tiny_model(folder / "target", num_hidden_layers=4)
-    draft = {
-        "draft_model": lambda: save_tiny_model(folder / "draft", num_hidden_layers=1),
-        "eagle3": lambda: save_tiny_head(folder / "head", target, draft_vocab=50),
-        "suffix": lambda: target,
-    }[proposer]()
-    name = "suffix" if proposer == "suffix" else "draft_model"
-    engine = Engine(engine_config(target, draft, k=2, max_num_seqs=2, proposer=name))
+    draft = save_tiny_model(folder / "draft", num_hidden_layers=1)
+    head = save_tiny_head(folder / "head", target, draft_vocab=50)
+    for config in (
+        engine_config(target, draft, k=2, max_num_seqs=2),
+        engine_config(target, head, k=2, max_num_seqs=2),
+        engine_config(target, k=2, max_num_seqs=2, proposer="suffix"),
+    ):
+        check(Engine(config), target)
+
+
+def check(engine: Engine, target: Path) -> None:
     assert type(engine.worker.pair.target) is Decoder, "it packed its weights for a CPU"
     state = engine.worker.slots.state
     before = [state.token_ids.clone(), state.num_tokens.clone()]
@@ -63,4 +67,4 @@ if __name__ == "__main__":
         patch.object(batch_invariance, "compile_together", launch_nothing),
         patch.object(loading._Loader, "_packed", lambda _, decoder: decoder),
     ):
-        main(Path(sys.argv[1]), sys.argv[2])
+        main(Path(sys.argv[1]))

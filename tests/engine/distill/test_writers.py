@@ -52,9 +52,14 @@ def test_a_large_target_shares_its_gpu_among_few_writers(
     assert writers.num_writers(str(tmp_path), "cpu") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.deep  # three processes that load torch
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.slow  # three processes that load torch
+@pytest.mark.parametrize(
+    "sig",
+    [
+        pytest.param(signal.SIGKILL, marks=pytest.mark.deep),  # only its writers can see it gone
+        pytest.param(signal.SIGTERM, marks=pytest.mark.sweep),  # test_run.py has a run without any
+    ],
+)
 def test_no_writer_outlives_its_run(sig: signal.Signals, tmp_path: Path) -> None:
     recipe = Recipe(
         target=str(save_tiny_model_with_tokenizer(tmp_path / "target")),
