@@ -121,7 +121,7 @@ def in_parts(rng: random.Random, num_slots: int, length: int) -> list[Runs]:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(i, marks=pytest.mark.deep) for i in range(6, 30))]
+    "seed", [*range(6), *(pytest.param(i, marks=pytest.mark.sweep) for i in range(6, 30))]
 )
 def test_any_shape_is_computed_right_and_with_the_same_bits(
     seed: int, monkeypatch: pytest.MonkeyPatch

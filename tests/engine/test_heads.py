@@ -70,9 +70,11 @@ OF_HYBRIDS: dict[str, dict[str, Any]] = {
 }
 ALL_BLOCKS = BLOCK_VARIANTS | OF_HYBRIDS
 # Whether a step is launched before the last one is read hangs on the proposer, not on its formulas:
-# some of each run ahead, and the others in turn.
+# some of each run ahead, and the others in turn; each is a sweep. Both of MTP and of hybrids
+# are deep: the few of these all run ahead.
 RUN_AHEAD = ("flat", "parallel", "dflash", "dflash-windows", "dspark", "dspark-leading", "mtp-mimo")
 RUN_AHEAD += ("dflash2", "dflash2-hybrid", "mtp-glm4_moe")
+IN_TURN_TOO = ("mtp-mimo", "dflash2-hybrid")
 # One of each kind of proposer, for what hangs on the kind alone: of a target of two layers.
 FEW = (0, 1, 2)
 KINDS: dict[str, dict[str, Any]] = {
@@ -210,7 +212,11 @@ MIXED = [
         pytest.param(
             variant,
             is_ahead,
-            marks=() if is_ahead == (variant in RUN_AHEAD) else pytest.mark.deep,
+            marks=()
+            if is_ahead == (variant in RUN_AHEAD)
+            else pytest.mark.deep
+            if variant in IN_TURN_TOO
+            else pytest.mark.sweep,
             id=f"{variant}-{'ahead' if is_ahead else 'in-turn'}",
         )
         for variant in (*VARIANTS, *ALL_BLOCKS, "mtp-mimo", "mtp-glm4_moe")

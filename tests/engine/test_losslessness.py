@@ -55,11 +55,8 @@ PROPOSERS = (
 )
 EVERY = [(name, proposer) for name in PARAMS for proposer in PROPOSERS]
 CASES: list[Any] = [*SOME]
-CASES += [
-    pytest.param("match", proposer, 2400, marks=pytest.mark.deep)
-    for proposer in PROPOSERS
-    if proposer != "draft_model"
-]
+# Under "match" no draft changes a token, whoever drafts: test_random_comparison.py compares each.
+CASES += [pytest.param("match", "hybrid", 1200, marks=pytest.mark.deep)]
 CASES += [pytest.param(*case, 12_000, marks=pytest.mark.sweep) for case in EVERY]
 
 
