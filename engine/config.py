@@ -31,7 +31,9 @@ class ModelConfig:
     attention_window: int | None = None  # of a head: tokens that its layers attend to, at most
     is_mtp: bool = False  # of a draft: the MTP head in the target's own checkpoint
     vocabulary: DraftVocabulary | None = None  # of a draft; None: the target's
-    tensor_parallel: int = 1  # of a target: processes that share its layers, each with a GPU
+    # Processes that share its layers, each with a GPU. A draft model is whole on the first, or
+    # shared by all that share the target.
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,3 +102,9 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @property
+    def loaded_draft(self) -> ModelConfig | None:
+        """The draft, if something is drafted with it."""
+        drafts = "draft_model" in self.speculation.sources and self.speculation.max_drafts > 0
+        return self.draft if drafts else None

@@ -118,8 +118,8 @@ def host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], PageCop
         ) from error
     if worker.followers is None:
         return counts, own
-    # The others have the target's groups alone, and states.
-    groups = [*range(worker.num_target_groups), *range(len(pair.groups), len(counts))]
+    # The others may lack some, but not those of states.
+    groups = [*range(worker.num_groups_of_others), *range(len(pair.groups), len(counts))]
     shared = worker.followers.share_host_pages(
         own, worker.slots, {group: counts[group] for group in groups}, state_bytes, size(num_pages)
     )

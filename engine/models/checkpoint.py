@@ -359,7 +359,7 @@ class Checkpoint(AnyCheckpoint):
             works = [str(n) for n in range(1, num_groups + 1) if num_groups % n == 0]
             raise SharedScaleError(
                 f"{layer} cannot be shared by {self.share.size}: {reason}; it can be by "
-                f"{', '.join(works)} (target.tensor_parallel)"
+                f"{', '.join(works)} (tensor_parallel)"
             ) from None
 
     def _narrow(self, matrix: NarrowMatrix) -> Matrix:

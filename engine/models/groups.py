@@ -35,18 +35,18 @@ class Group:
             layer.pages = None
 
 
-def grouped(owners: Iterable[tuple[PagedLayers, bool]], max_model_len: int) -> list[Group]:
+def grouped(owners: Iterable[PagedLayers], max_model_len: int) -> list[Group]:
     """The layers of models: first those that keep everything, then those of each window.
 
-    Each owner comes with whether it may pass windows by: not if it may fall behind and read what
-    others have long passed. No sequence is longer than `max_model_len` tokens.
+    No sequence is longer than `max_model_len` tokens.
     """
     first = Group(None)
     groups: dict[int, Group] = {}
-    for owner, passes in owners:
+    for owner in owners:
+        keeps_all = owner.may_fall_behind or owner.reads_one_table
         for layer in owner.attentions:
             window = layer.window
-            if window is None or window >= max_model_len or not passes or owner.reads_one_table:
+            if window is None or window >= max_model_len or keeps_all:
                 first.layers.append((owner, layer))
             else:
                 groups.setdefault(window, Group(window)).layers.append((owner, layer))

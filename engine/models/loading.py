@@ -117,8 +117,9 @@ def load_network(
                 f"this model runs as transformers has it ({reason}); leave it out"
             )
         if share.size > 1:
+            role = "draft" if is_draft else "target"
             raise UnsupportedModelError(
-                f"target.tensor_parallel is {share.size}, but only our own decoder is shared, and "
+                f"{role}.tensor_parallel is {share.size}, but only our own decoder is shared, and "
                 f"this model runs as transformers has it ({reason}); leave it out"
             )
         level = logging.WARNING if hf_config.model_type in FAMILIES else logging.INFO

@@ -47,6 +47,7 @@ class PagedLayers(ABC):
     lookahead: int = 0  # how many tokens after its own the KV of a row depends on
     token_map: TokenMap | None = None  # of a draft; None: its tokens are the target's
     reads_one_table: bool = False  # whether all its layers must share a block table
+    may_fall_behind: bool = False  # of a draft model: it then reads what others have long passed
     # [num_slots, bytes_per_slot] uint8: a slot's states of all layers lie together
     _slot_memory: Tensor | None = None
 

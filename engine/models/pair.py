@@ -10,12 +10,11 @@ import torch
 from outrider.kernels._dispatch import converts_fp8, uses_triton
 
 from ..api import ReportProgress, ignore_progress
-from ..config import ConfigError, EngineConfig
+from ..config import ConfigError, EngineConfig, ModelConfig
 from ..state.slots import Slots
-from .checkpoint import ReportCounts
 from .formats import rounds_cache
 from .groups import grouped
-from .heads.config import HeadError, head_kind
+from .heads.config import HeadError, is_head
 from .heads.head import Head
 from .heads.loading import load_head
 from .loading import load_network
@@ -49,19 +48,47 @@ def _cache_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | No
     return None if reason else torch.float8_e4m3fn
 
 
-def load_target(
-    config: EngineConfig, report: ReportCounts = ignore_progress, share: Share | None = None
-) -> Network:
-    """The target or, if ranks share it, the share of one; of the first, unless it is given."""
+def load_shares(
+    config: EngineConfig, report: ReportProgress = ignore_progress, rank: int = 0
+) -> list[Network]:
+    """What all ranks have a share of: the target, of one rank all of it, and perhaps its draft.
+
+    On each rank, that rank's share.
+    """
     device = torch.device(config.device)
-    return load_network(
+    target = load_network(
         config.target,
         device,
-        report,
+        partial(report, "loading the target"),
         batch_invariant=config.batch_invariant,
         cache_dtype=_cache_dtype(config, device),
-        share=share or Share(0, config.target.tensor_parallel),
+        share=Share(rank, config.target.tensor_parallel),
     )
+    draft = config.loaded_draft
+    if draft is None or draft.tensor_parallel == 1:
+        return [target]
+    return [target, _load_draft_model(config, draft, report, rank)]
+
+
+def _load_draft_model(
+    config: EngineConfig, draft: ModelConfig, report: ReportProgress, rank: int = 0
+) -> Network:
+    if (window := draft.attention_window) is not None:
+        raise ConfigError(
+            f"draft.attention_window is {window}, but {draft.path} is a model, not a head: leave "
+            "it out"
+        )
+    device = torch.device(config.device)
+    network = load_network(
+        draft,
+        device,
+        partial(report, "loading the draft"),
+        is_draft=True,
+        cache_dtype=_cache_dtype(config, device),
+        share=Share(rank, draft.tensor_parallel),
+    )
+    network.may_fall_behind = True
+    return network
 
 
 class ModelPair:
@@ -74,35 +101,26 @@ class ModelPair:
         self,
         config: EngineConfig,
         report: ReportProgress,
-        shared: Callable[[Network], Network] = lambda target: target,
+        shared: Callable[[list[Network]], Sequence[Network]] = lambda networks: networks,
     ) -> None:
-        """`shared` makes of the first rank's share what runs on all, if ranks share the target."""
-        device = torch.device(config.device)
-        cache_dtype = _cache_dtype(config, device)
-        self.target = shared(load_target(config, partial(report, "loading the target")))
-        self.draft: Network | None = None
+        """`shared` makes of the first rank's shares what runs on all, if there are several."""
+        self.on_all_ranks = shared(load_shares(config, report))
+        self.target, *drafts = self.on_all_ranks
+        self.draft: Network | None = drafts[0] if drafts else None
         self.head: Head | None = None
-        self._layers: dict[str, PagedLayers] = {"target": self.target}
-        speculation = config.speculation
-        drafts = "draft_model" in speculation.sources and speculation.max_drafts > 0
-        if drafts and config.draft is not None:
-            report_draft = partial(report, "loading the draft")
-            if config.draft.is_mtp or head_kind(config.draft.path):
-                self.head = load_head(config.draft, self.target, config.target.path, report_draft)
-                _check_num_drafts(self.head, config)
-                self._layers["head"] = self.head
-            else:
-                if (window := config.draft.attention_window) is not None:
-                    raise ConfigError(
-                        f"draft.attention_window is {window}, but {config.draft.path} is a model, "
-                        "not a head: leave it out"
-                    )
-                self.draft = load_network(
-                    config.draft, device, report_draft, is_draft=True, cache_dtype=cache_dtype
-                )
-                self._layers["draft"] = self.draft
+        draft = config.loaded_draft
+        if draft is not None and is_head(draft):
+            report_head = partial(report, "loading the draft")
+            self.head = load_head(draft, self.target, config.target.path, report_head)
+            _check_num_drafts(self.head, config)
+        elif draft is not None and self.draft is None:
+            self.draft = _load_draft_model(config, draft, report)
+        roles = {"target": self.target, "draft": self.draft, "head": self.head}
+        layers_of: dict[str, PagedLayers] = {
+            role: layers for role, layers in roles.items() if layers is not None
+        }
         self.vocab_size = config.vocab_size or self.target.vocab_size
-        for role, layers in self._layers.items():
+        for role, layers in layers_of.items():
             if layers.vocab_size < self.vocab_size:
                 raise ValueError(
                     f"the {role} has {layers.vocab_size} logits; "
@@ -123,9 +141,7 @@ class ModelPair:
                 f"max_model_len is {self.max_model_len} tokens, but the target has positions for "
                 f"{self.target.max_positions}; lower max_model_len, or leave it out"
             )
-        # A draft model may fall behind, a head never does.
-        owners = [(layers, layers is not self.draft) for layers in self._layers.values()]
-        self.groups = grouped(owners, self.max_model_len)
+        self.groups = grouped(layers_of.values(), self.max_model_len)
         self.caches_prefixes = config.cache.prefix_caching
 
     def longest_sequence(self, num_pages: int, config: EngineConfig) -> int:

@@ -1,7 +1,8 @@
-"""Which targets ranks can share, and on which devices; refused before a process is started."""
+"""Which models ranks can share, and on which devices; refused before a process is started."""
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -10,27 +11,40 @@ from ..models.architectures import load_config
 from ..models.families import FAMILIES, why_unknown
 from ..models.formats import take_format
 from ..models.gguf_file import transformers_arguments
+from ..models.heads.config import is_head
 
 _LEAST_EQUAL = 0.95  # memory of the smallest GPU by that of the largest
 
 
 def check_ranks(config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError saying what keeps so many ranks from sharing the target, and what would
-    work.
+    """Raises ConfigError saying what keeps so many ranks from sharing target and draft, and what
+    would work.
     """
     target, draft = config.target, config.draft
-    if draft is not None and draft.tensor_parallel != 1:
-        raise ConfigError(
-            f"draft.tensor_parallel is {draft.tensor_parallel}, but a draft is whole on the first "
-            "rank: leave it out"
-        )
     if target.tensor_parallel < 1:
         raise ConfigError(f"target.tensor_parallel is {target.tensor_parallel}; it is at least 1")
-    if target.tensor_parallel == 1:
-        return
-    reason = _why_not_shared(target) or _why_not_these_gpus(target.tensor_parallel, device)
+    reason = None
+    if target.tensor_parallel > 1:
+        reason = _why_not_shared(target, "target", "leave it out, or run a replica on each GPU")
+        reason = reason or _why_not_these_gpus(target.tensor_parallel, device)
     if reason is not None:
         raise ConfigError(f"target.tensor_parallel is {target.tensor_parallel}, but {reason}")
+    if draft is None or draft.tensor_parallel == 1:
+        return
+    reason = _why_not_with(target.tensor_parallel, draft)
+    if reason is not None:
+        raise ConfigError(f"draft.tensor_parallel is {draft.tensor_parallel}, but {reason}")
+
+
+def _why_not_with(num_ranks: int, draft: ModelConfig) -> str | None:
+    if draft.tensor_parallel != num_ranks:
+        return (
+            f"target.tensor_parallel is {num_ranks}, and a draft is whole on the first of its "
+            "ranks, or shared by all: leave it out, or set both to one number"
+        )
+    if is_head(draft):
+        return "only a draft model can be shared, and this is a head: leave it out"
+    return _why_not_shared(draft, "draft", "leave it out")
 
 
 def _why_not_these_gpus(size: int, device: torch.device) -> str | None:
@@ -56,22 +70,25 @@ def _why_not_these_gpus(size: int, device: torch.device) -> str | None:
     return None
 
 
-def _why_not_shared(target: ModelConfig) -> str | None:
-    alone = "leave it out, or run a replica on each GPU"
-    if transformers_arguments(Path(target.path)):
-        return f"the target is a GGUF file, which is read whole: {alone}"
-    if not (Path(target.path) / "config.json").is_file():
+def _why_not_shared(model: ModelConfig, role: Literal["target", "draft"], alone: str) -> str | None:
+    """`alone`: what to do instead."""
+    if transformers_arguments(Path(model.path)):
+        return f"the {role} is a GGUF file, which is read whole: {alone}"
+    if not (Path(model.path) / "config.json").is_file():
         return None  # whoever reads it says so
-    config = load_config(target.path, trust_remote_code=target.trust_remote_code)
-    take_format(config, Path(target.path))  # the configuration is then that of the plain model
+    config = load_config(model.path, trust_remote_code=model.trust_remote_code)
+    take_format(config, Path(model.path))  # the configuration is then that of the plain model
     if reason := why_unknown(config):
-        return f"the target runs as transformers has it ({reason}): {alone}"
+        return f"the {role} runs as transformers has it ({reason}): {alone}"
     family = FAMILIES[config.model_type]
     if not family.per_rank:
         return f"layers of {config.model_type} are not shared yet: {alone}"
-    cut = family.cut_by(config, target.tensor_parallel)
+    cut = family.cut_by(config, model.tensor_parallel)
     if not cut:
         return None
-    numbers = range(1, config.num_attention_heads + 1)
-    choices = [str(n) for n in numbers if not family.cut_by(config, n)]
-    return f"it does not divide {', '.join(cut)}: set it to {' or '.join(choices)}"
+    works = alone
+    if role == "target":
+        numbers = range(1, config.num_attention_heads + 1)
+        choices = [str(n) for n in numbers if not family.cut_by(config, n)]
+        works = f"set it to {' or '.join(choices)}"
+    return f"it does not divide {', '.join(cut)}: {works}"

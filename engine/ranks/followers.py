@@ -11,7 +11,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 
@@ -71,12 +72,12 @@ class Followers:
         # For an engine that is dropped in a process which goes on.
         self._end = weakref.finalize(self, _end, self._followers, self._lost)
 
-    def shared(self, target: Network, report: ReportProgress) -> SharedDecoder:
-        """The target, of which rank 0 has loaded its share, once the others have theirs.
+    def shared(self, networks: Sequence[Network], report: ReportProgress) -> list[SharedDecoder]:
+        """The target, and perhaps the draft, of which rank 0 has loaded its shares, once the others
+        have theirs.
 
         Raises RankError if one of them could not start.
         """
-        assert isinstance(target, Decoder)
         report("waiting for the other ranks", 0, 1)
         keep_bits = [bool(answer) for answer in self._answers()]
         report("connecting the ranks", 0, 1)
@@ -84,11 +85,18 @@ class Followers:
         # From here on this process may wait for a lost one for ever, first where they meet.
         self._lost.is_final = True
         try:
-            self.group.join(path_of(self._meeting_fd), target.device)
+            self.group.join(path_of(self._meeting_fd), networks[0].device)
         except RuntimeError as error:
             raise self.cause_of(error) from error
-        target.batch_invariant &= all(keep_bits)
-        return SharedDecoder(target, self.group, self.send, self.cause_of)
+        networks[0].batch_invariant &= all(keep_bits)
+        return [self._shared(number, network) for number, network in enumerate(networks)]
+
+    def _shared(self, number: int, network: Network) -> SharedDecoder:
+        def send_with_number(op: Op, shape: Shape, integers_np: np.ndarray) -> None:
+            self.send(op, (number, *shape), integers_np)
+
+        assert isinstance(network, Decoder)
+        return SharedDecoder(network, self.group, send_with_number, self.cause_of)
 
     def bind(self, slots: Slots, num_pages: Sequence[int]) -> None:
         """Have them allocate the same slots, and as many pages of each group of layers."""
@@ -259,6 +267,7 @@ def _line(rank: int, config: EngineConfig, meeting_fd: int) -> bytes:
         "rank": rank,
         "meeting_fd": meeting_fd,
         "target": asdict(config.target),
+        "draft": _shared_draft(config),
         "device": config.device,
         "cache_dtype": config.cache.dtype,
         "batch_invariant": config.batch_invariant,
@@ -266,6 +275,14 @@ def _line(rank: int, config: EngineConfig, meeting_fd: int) -> bytes:
         "num_threads": config.num_threads,
     }
     return json.dumps(settings).encode() + b"\n"
+
+
+def _shared_draft(config: EngineConfig) -> dict[str, Any] | None:
+    """Without the vocabulary: rank 0 translates."""
+    draft = config.loaded_draft
+    if draft is None or draft.tensor_parallel == 1:
+        return None
+    return asdict(replace(draft, vocabulary=None))
 
 
 def _end(followers: list[_Follower], lost: _Loss) -> None:

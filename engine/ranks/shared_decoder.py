@@ -85,11 +85,16 @@ class SharedDecoder(Decoder):
         self._group.broadcast(self._slots.num_tokens)
         return super().run(packed, shape)
 
+    def own_ids(self, input_ids: Tensor) -> Tensor:
+        """Those of rank 0."""
+        own = super().own_ids(input_ids)
+        self._group.broadcast(own)
+        return own
+
     def __call__(self, batch: ForwardBatch) -> Pass:
-        self._group.broadcast(batch.input_ids)
         if self._group.rank == 0:
             return super().__call__(batch)
-        x = self.embedded(batch.input_ids)
+        x = self.embedded(self.own_ids(batch.input_ids))
         self.through_blocks(x, None, batch)
         return Pass(x)
 

@@ -17,10 +17,12 @@ class Op(IntEnum):
     JOIN = auto()  # meet the other ranks
     BIND = auto()  # allocate: see `Followers.bind`
     PAGES = auto()  # write changed pages into the block tables [3, entries]
+    # Of a network, whose number comes in front of the shape: 0, the target, or 1, its draft
     COPY_STATES = auto()  # from slots to others [copies, 2], one after the other
-    RUN = auto()  # run the target's phase, of this shape
+    RUN = auto()  # run its phase, of this shape
     CAPTURE = auto()  # capture it
-    COMPILE = auto()  # compile all kernels, and answer then: see `TargetShare.compile`
+    # Of all
+    COMPILE = auto()  # compile all kernels, and answer then: see `OwnShares.compile`
     MEASURE = auto()  # from now on, note how much memory a step takes
     MEASURED = auto()  # that was the largest step
     HOST = auto()  # allocate pages in host memory: see `Followers.share_host_pages`

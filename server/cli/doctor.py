@@ -46,6 +46,7 @@ def doctor_command(
             has_hub=hub.state == "ok",
             configured=configured,
             num_ranks=target.tensor_parallel,
+            shares_draft=settings.draft.tensor_parallel > 1,
         ),
     }
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))

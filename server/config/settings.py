@@ -64,8 +64,8 @@ class TargetSettings(_ModelSettings):
         default=1,
         ge=1,
         description="Processes that share the target's layers, each with a GPU of its own; the "
-        "draft is whole on the first. For targets that do not fit on one GPU. Tested on CPUs; not "
-        "yet measured on GPUs.",
+        "draft is whole on the first unless draft.tensor_parallel is set. For targets that do not "
+        "fit on one GPU. Tested on CPUs; not yet measured on GPUs.",
     )
     chat_template: Path | None = Field(
         default=None,
@@ -106,6 +106,13 @@ class DraftSettings(_ModelSettings):
         default=None,
         description="fp8: as target.quantization, but also the layer that gives logits; and of a "
         "draft model, only the weights. Whatever the draft proposes, the target decides.",
+    )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="1, or as many as target.tensor_parallel: then all of these processes share "
+        "the layers of a draft model, too. For large ones: a small one is faster whole. A head is "
+        "always whole.",
     )
     device: Device | None = Field(
         default=None,
@@ -340,6 +347,12 @@ class Settings(Section):
             raise ValueError(
                 f"draft.device is {self.draft.device!r}, target.device {self.target.device!r}; "
                 "both models share one page table: leave draft.device out"
+            )
+        if self.draft.tensor_parallel not in (1, self.target.tensor_parallel):
+            raise ValueError(
+                f"draft.tensor_parallel is {self.draft.tensor_parallel}, target.tensor_parallel "
+                f"{self.target.tensor_parallel}; a draft is whole, or shared by all that share the "
+                "target: leave it out, or set both to one number"
             )
         if "draft_model" in self.speculation.proposer and self.draft.model is None:
             raise ValueError(

@@ -193,9 +193,17 @@ def _missing() -> list[str]:
     return [name for name, each in builtin.BUILTINS.items() if not store.find(name, each.source)]
 
 
-def pair(*, has_hub: bool, configured: str | None = None, num_ranks: int = 1) -> Finding:
+def pair(
+    *,
+    has_hub: bool,
+    configured: str | None = None,
+    num_ranks: int = 1,
+    shares_draft: bool = False,
+) -> Finding:
     """Whether the configured target fits this machine with its draft; if none is configured, the
-    largest suggested pair that does and can be obtained. `num_ranks` share the target."""
+    largest suggested pair that does and can be obtained. `num_ranks` share the target, and perhaps
+    the draft, which is counted as if it were whole.
+    """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if torch.cuda.is_available():
         room_gb, where = torch.cuda.mem_get_info()[1] / 1e9 * WEIGHTS_SHARE_GPU, "the GPU"
@@ -215,7 +223,9 @@ def pair(*, has_hub: bool, configured: str | None = None, num_ranks: int = 1) ->
     suggested = (fitting or at_hand[-1:])[0]
     text = f"{suggested.model} and its draft take {suggested.size_gb:.1f} GB of weights in bfloat16"
     if num_ranks > 1:
-        text += f", {suggested.gb_of_first(num_ranks):.1f} GB on the first of {num_ranks} ranks"
+        most = "at most " if shares_draft else ""
+        first_gb = suggested.gb_of_first(num_ranks)
+        text += f", {most}{first_gb:.1f} GB on the first of {num_ranks} ranks"
     text += f"; {where} has room for {room_gb:.1f}"
     if num_ranks == 1:
         too_large = [each for each in at_hand if each not in fitting]

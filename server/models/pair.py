@@ -266,7 +266,7 @@ def _model_config(
             settings.attention_window if isinstance(settings, DraftSettings) else None
         ),
         is_mtp=isinstance(settings, DraftSettings) and settings.model == MTP,
-        tensor_parallel=settings.tensor_parallel if isinstance(settings, TargetSettings) else 1,
+        tensor_parallel=settings.tensor_parallel,
     )
 
 

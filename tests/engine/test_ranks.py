@@ -58,6 +58,11 @@ def shared(config: EngineConfig, size: int = 2) -> EngineConfig:
     return replace(config, target=target, num_threads=1)
 
 
+def with_shared_draft(config: EngineConfig, size: int = 2) -> EngineConfig:
+    assert config.draft is not None
+    return replace(config, draft=replace(config.draft, tensor_parallel=size))
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[[EngineConfig], Engine]]:
     """Start an engine of two ranks; afterwards, all processes have ended."""
@@ -102,9 +107,15 @@ def prompt_logprobs(outputs: list[list[RequestOutput]]) -> torch.Tensor:
 def test_two_ranks_answer_as_one_process(
     architecture: str, tiny_model: Tiny, draft: Path, start: Callable[[EngineConfig], Engine]
 ) -> None:
+    """They share the draft as well."""
     config = engine_config(tiny_model(architecture), draft, max_num_batched_tokens=32)
     params = replace(GREEDY, prompt_logprobs=20)
-    one, two = (run(engine, PROMPTS, params) for engine in (Engine(config), start(config)))
+    alone, both = Engine(config), start(with_shared_draft(config))
+    one, two = (run(engine, PROMPTS, params) for engine in (alone, both))
+    assert len(both.worker.pair.on_all_ranks) == 2
+    # Every draft is what one process would have drafted.
+    assert both.stats().drafted_per_position == alone.stats().drafted_per_position
+    assert both.stats().accepted_per_position == alone.stats().accepted_per_position
     assert [tokens(outputs) for outputs in two] == [tokens(outputs) for outputs in one]
     ours, theirs = prompt_logprobs(two), prompt_logprobs(one)
     assert len(ours) == sum(map(len, PROMPTS)) - len(PROMPTS)
@@ -183,7 +194,9 @@ def test_all_ranks_bring_states_back_with_their_pages(
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("proposer", "num_kv_heads"), [("draft_model", 1), ("head", 2)])
+@pytest.mark.parametrize(
+    ("proposer", "num_kv_heads"), [("draft_model", 1), ("shared draft_model", 2), ("head", 2)]
+)
 def test_the_joint_of_two_ranks_is_the_targets(
     proposer: str,
     num_kv_heads: int,
@@ -191,7 +204,7 @@ def test_the_joint_of_two_ranks_is_the_targets(
     tmp_path: Path,
     start: Callable[[EngineConfig], Engine],
 ) -> None:
-    """A head reads hidden states, which are whole on the first rank, as a draft is, which has
+    """A head reads hidden states, which are whole on the first rank, as a draft may be, which has
     another vocabulary here. Of one KV head both ranks have a copy.
     """
     sizes = {"vocab_size": 4, "scale": 0.15}
@@ -203,13 +216,13 @@ def test_the_joint_of_two_ranks_is_the_targets(
     else:
         drafter = tiny_model("llama", seed=4, num_hidden_layers=1, vocab_size=7, scale=0.15)
     config = sampling_config(target, drafter, "draft_model")
-    if proposer == "draft_model":
+    if proposer != "head":
         assert config.draft is not None
         vocabulary = DraftVocabulary(
             target_ids=(-1, 3, -1, 0, 1, -1, -1), read_as=(3, 4, 2, 1), share_of_text=0.75
         )
         config = replace(config, draft=replace(config.draft, vocabulary=vocabulary))
-    engine = start(config)
+    engine = start(with_shared_draft(config) if proposer == "shared draft_model" else config)
     params = SamplingParams(max_tokens=4, verification="token")
     truth = joint(target, [2, 0, 3], params)
     counts = sample(engine, [2, 0, 3], params, max_k=3, n=2400)
@@ -225,6 +238,7 @@ def test_the_joint_of_two_ranks_is_the_targets(
 )
 def test_a_follower_that_dies_or_hangs_ends_the_step(
     tiny_model: Tiny,
+    draft: Path,
     start: Callable[[EngineConfig], Engine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -233,7 +247,8 @@ def test_a_follower_that_dies_or_hangs_ends_the_step(
         (signal.SIGKILL, r"rank 1 of the target: killed by signal 9"),
         (signal.SIGSTOP, r"rank 1 of the target: it has not been heard for 1\.5 s"),
     ):
-        engine = start(engine_config(tiny_model()))
+        engine = start(with_shared_draft(engine_config(tiny_model(), draft)))
+        assert run(engine, PROMPTS[:1], GREEDY)
         os.kill(follower_of(engine), number)
         with pytest.raises(RankLostError, match=reason):
             run(engine, PROMPTS, GREEDY)
@@ -411,8 +426,30 @@ def test_a_target_that_cannot_be_shared_is_refused_at_once(
         Engine(shared(engine_config(tiny_model(architecture)), size))
 
 
-def test_a_shared_draft_is_refused(tiny_model: Tiny, draft: Path) -> None:
-    config = shared(engine_config(tiny_model(), draft))
-    assert config.draft is not None
-    with pytest.raises(ConfigError, match=r"draft\.tensor_parallel is 2, but a draft is whole"):
-        Engine(replace(config, draft=replace(config.draft, tensor_parallel=2)))
+@pytest.mark.parametrize(
+    ("ranks", "size", "draft", "reason"),
+    [
+        (1, 2, {}, "target.tensor_parallel is 1, and a draft is whole on the first of its ranks"),
+        (4, 2, {}, "target.tensor_parallel is 4, .* leave it out, or set both to one number"),
+        (2, 4, {}, "target.tensor_parallel is 2, .* leave it out, or set both to one number"),
+        (2, 2, {"architecture": "gemma2"}, "the draft runs as transformers has it .*: leave it"),
+        (2, 2, {"intermediate_size": 63}, "does not divide intermediate_size 63: leave it out"),
+        (2, 2, None, "only a draft model can be shared, and this is a head: leave it out"),
+    ],
+)
+def test_a_draft_that_cannot_be_shared_is_refused_at_once(
+    ranks: int,
+    size: int,
+    draft: dict[str, Any] | None,
+    reason: str,
+    tiny_model: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(followers, "Followers", None)
+    monkeypatch.setattr(pair, "load_network", None)
+    target = tiny_model(num_key_value_heads=4)
+    path = save_tiny_head(tmp_path, target) if draft is None else tiny_model(**draft)
+    config = with_shared_draft(shared(engine_config(target, path), ranks), size)
+    with pytest.raises(ConfigError, match=rf"^draft\.tensor_parallel is {size}, but .*{reason}"):
+        Engine(config)

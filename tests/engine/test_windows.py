@@ -1,6 +1,6 @@
 """Layers with a window give pages back behind it, and nobody's answer changes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,9 +68,8 @@ def save_draft(kind: str, target: Path, folder: Path, tiny_model: Tiny) -> Path 
 def keep_all(patch: pytest.MonkeyPatch) -> None:
     """From now on, engines keep all pages of all layers, in one group."""
 
-    def together(owners: list[tuple[PagedLayers, bool]], max_model_len: int) -> list[Group]:
-        layers = [(owner, layer) for owner, _ in owners for layer in owner.attentions]
-        return [Group(None, layers)]
+    def together(owners: Iterable[PagedLayers], max_model_len: int) -> list[Group]:
+        return [Group(None, [(owner, layer) for owner in owners for layer in owner.attentions])]
 
     patch.setattr(pair, "grouped", together)
 

@@ -125,7 +125,10 @@ def test_summary_says_how_much_another_tokenizer_has_in_common(
 
 @pytest.mark.parametrize(
     ("device", "says"),
-    [("cuda", "device: cuda, 2 GPUs share"), ("cpu", "device: cpu, 2 processes share the target")],
+    [
+        ("cuda", "device: cuda, 2 GPUs share the target"),
+        ("cpu", "device: cpu, 2 processes share the target"),
+    ],
 )
 def test_summary_says_how_many_share_the_target(
     device: str, says: str, caplog: pytest.LogCaptureFixture
@@ -133,10 +136,12 @@ def test_summary_says_how_many_share_the_target(
     settings, plain = load_settings(environ={}), idle_client().info
     assert plain is not None
     caplog.set_level(logging.INFO, "outrider.server")
-    for info in (plain, replace(plain, device=device, tensor_parallel=2)):
+    shared = replace(plain, device=device, tensor_parallel=2)
+    for info in (plain, shared, replace(shared, draft_tensor_parallel=2)):
         caplog.clear()
         show_summary(settings, info, HERMES, "http://127.0.0.1:8000", Console(file=io.StringIO()))
-        assert (says in caplog.text) == (info is not plain)
+        assert (says in caplog.text) == (info is shared)
+        assert ("share target and draft" in caplog.text) == (info.draft_tensor_parallel == 2)
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,14 @@ def test_draft_on_another_device_than_the_target_is_refused() -> None:
         load_settings(assignments=["target.device=cuda:1", "draft.device=cpu"], environ={})
 
 
+def test_a_draft_is_shared_by_all_ranks_of_its_target_or_by_none() -> None:
+    given = ["target.tensor_parallel=4", "draft.tensor_parallel=2"]
+    with pytest.raises(SettingsError, match=r"draft\.tensor_parallel is 2, .* set both to one"):
+        load_settings(assignments=given, environ={})
+    given[1] = "draft.tensor_parallel=4"
+    assert load_settings(assignments=given, environ={}).draft.tensor_parallel == 4
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [

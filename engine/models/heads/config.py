@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...config import ConfigError
+from ...config import ConfigError, ModelConfig
 from ..weight_files import WeightFileError, name_in_text, stored_tensors
 
 if TYPE_CHECKING:
@@ -185,6 +185,11 @@ def head_kind(folder: str | Path) -> str | None:
     except (OSError, ValueError):
         return None  # loading it as a model will report the error
     return _kind(config) if isinstance(config, dict) else None
+
+
+def is_head(draft: ModelConfig) -> bool:
+    """Whether a draft is a head, or a model of its own."""
+    return draft.is_mtp or head_kind(draft.path) is not None
 
 
 def _kind(config: dict[str, Any]) -> str | None:

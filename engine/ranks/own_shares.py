@@ -1,4 +1,4 @@
-"""A follower's share of the target, with its pages: what rank 0 has it do."""
+"""A follower's shares of target and draft, with their pages: what rank 0 has it do."""
 
 from functools import partial
 from typing import Any
@@ -16,24 +16,23 @@ from ..models.groups import Group as LayerGroup
 from ..models.groups import grouped
 from ..models.host_pages import HostPages, host_pages
 from ..models.network import short_batches
-from ..models.pair import load_target
-from ..models.shares import Share
+from ..models.pair import load_shares
 from ..state.phase import Shape
 from ..state.slots import Slots
 from .group import Group, path_of
 from .shared_decoder import SharedDecoder
 
 
-class TargetShare:
-    """The share of one follower."""
+class OwnShares:
+    """The share of the target, and that of the draft if ranks share it, of one follower."""
 
-    target: SharedDecoder
+    networks: list[SharedDecoder]  # the target first
     slots: Slots
     host_pages: HostPages
 
     def __init__(self, settings: dict[str, Any]) -> None:
         """Load it. `settings` is the line from `Followers`."""
-        target = ModelConfig(**settings["target"])
+        target, draft = ModelConfig(**settings["target"]), settings["draft"]
         rank, self.device = settings["rank"], torch.device(settings["device"])
         self._utilization = settings["gpu_memory_utilization"]
         if self.device.type == "cuda":
@@ -42,33 +41,36 @@ class TargetShare:
         set_threads(settings["num_threads"], target.tensor_parallel, self.device)
         config = EngineConfig(
             target=target,
+            draft=draft and ModelConfig(**draft),
             device=str(self.device),
             batch_invariant=settings["batch_invariant"],
             cache=CacheConfig(dtype=settings["cache_dtype"]),
         )
         self._group = Group(rank, target.tensor_parallel)
-        decoder = load_target(config, share=Share(rank, target.tensor_parallel))
-        assert isinstance(decoder, Decoder)
-        self._decoder = decoder
+        self._loaded = load_shares(config, rank=rank)
         self._layers: list[LayerGroup] = []
         self._num_bytes = self._step_bytes = 0
 
     @property
     def batch_invariant(self) -> bool:
-        return self._decoder.batch_invariant
+        return self._loaded[0].batch_invariant
 
     def join(self, meeting_fd: int) -> None:
         self._group.join(path_of(meeting_fd), self.device)
-        self.target = SharedDecoder(self._decoder, self._group)
+        self.networks = []
+        for network in self._loaded:
+            assert isinstance(network, Decoder)
+            self.networks.append(SharedDecoder(network, self._group))
 
     @torch.inference_mode()
-    def copy_states(self, copies_np: np.ndarray) -> None:
+    def copy_states(self, number: int, copies_np: np.ndarray) -> None:
         """Shape: [copies, 2]"""
-        self.target.copy_states([(source, target) for source, target in copies_np.tolist()])
+        copies = [(source, target) for source, target in copies_np.tolist()]
+        self.networks[number].copy_states(copies)
 
     @torch.inference_mode()
-    def run(self, shape: Shape, integers_np: np.ndarray) -> None:
-        self.target.phase(integers_np, shape)
+    def run(self, number: int, shape: Shape, integers_np: np.ndarray) -> None:
+        self.networks[number].phase(integers_np, shape)
 
     def bind(self, numbers: list[int]) -> None:
         """Allocate slots and pages; `numbers` as `Followers.bind` sends them."""
@@ -79,26 +81,27 @@ class TargetShare:
             num_seqs, max_len, max_drafts, page_size, self.device, vocab_size, max_drawn,
             len(num_pages), num_kept,
         )  # fmt: skip
-        self.target.bind_slots(self.slots)
+        for network in self.networks:
+            network.bind_slots(self.slots)
         self._group_layers(max_len)
         for group in self._layers:
             group.free()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self._num_bytes = 0
-        # Of rank 0's groups, those of its draft come last.
+        # Of rank 0's groups, those of a draft that it has alone come last.
         for i, (group, num) in enumerate(zip(self._layers, num_pages, strict=False)):
             group.bind(i, num, page_size)
             self._num_bytes += num * page_size * group.spec.bytes_per_token
 
     def _group_layers(self, max_len: int) -> None:
-        self._layers = self._layers or grouped([(self.target, True)], max_len)
+        self._layers = self._layers or grouped(self.networks, max_len)
 
     def allocate_host(self, numbers: list[int]) -> None:
         """`numbers` as `Followers.share_host_pages` sends them."""
         max_len, page_size, state_bytes, *num_pages = numbers
         self._group_layers(max_len)
-        states = self.target if state_bytes else None
+        states = self.networks[0] if state_bytes else None
         self.host_pages = host_pages(
             self._layers, num_pages, page_size, self.device, states, state_bytes
         )
@@ -112,13 +115,13 @@ class TargetShare:
         self.host_pages.load(group, *pages_np.tolist())
 
     def compile(self, num_rows: int) -> None:
-        """Compile the kernels of the target's passes, which rank 0 has compiled just before."""
+        """Compile the kernels of all passes, which rank 0 has compiled just before."""
         short = short_batches(self.slots.max_num_seqs, num_rows)
         with self._group.apart():
             compile_together(
                 [
-                    partial(self.target.rehearse, num_rows, 1),
-                    *(partial(self.target.rehearse_short, *batch) for batch in short),
+                    *(partial(each.rehearse, num_rows, 1) for each in self.networks),
+                    *(partial(each.rehearse_short, *b) for each in self.networks for b in short),
                 ],
                 self.device,
             )
