@@ -11,7 +11,8 @@ draft i weighs exp(-i / g). Published heads have g = 7 for blocks of 16, 5 for 1
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from transformers.models.llama.modeling_llama import (
 
 from outrider.engine.models.families.base import window_of
 from outrider.engine.models.heads.config import HeadConfig, HeadError, head_kind
+from outrider.engine.models.heads.vocabulary import check_mask_token, ids_of_target
 
 from .block_parts import Confidence, Convolution, Markov, Selector
 from .head import Drafted, HeadModule, config_to_keep, stored_head, tensors_of, write_head
@@ -67,21 +69,20 @@ class BlockModule(HeadModule):
         super().__init__()
         of_text = target.get_text_config()
         self._folder = folder
-        try:
+        with _named(folder):
             if (kind := head_kind(folder)) not in KINDS:
                 found = "no head" if kind is None else f"a head of kind {kind}"
                 raise HeadError(f"it holds {found}; {', '.join(KINDS)} heads are trained further")
             config = HeadConfig.load(folder)
             assert config.block is not None
             config.check_vocabulary(of_text.vocab_size)
+            check_mask_token(config.block.mask_token_id, of_text.vocab_size)
             self.boundaries = config.boundaries_of(of_text.num_hidden_layers)
             if self.boundaries[-1] == of_text.num_hidden_layers:
                 raise HeadError(
                     "it reads the states behind the target's last layer, which transformers has "
                     "only behind the last norm"
                 )
-        except (OSError, ValueError) as error:
-            raise DistillError(f"start: {folder} cannot be trained: {error}") from None
         block, self._layers = config.block, config.layers
         self.size = block.size
         self._block = block
@@ -93,6 +94,12 @@ class BlockModule(HeadModule):
         with torch.device("meta"):
             self._make(config, of_text.hidden_size, stored)
         self._check_shapes(config, of_text.hidden_size, stored)
+        self._ids: Tensor | None = None
+        maps = tensors_of(folder, names=_INTEGERS)
+        if _OFFSETS in maps:
+            most = of_text.vocab_size
+            with _named(folder):
+                self._ids = ids_of_target(config, maps[_OFFSETS], maps.get("t2d"), most)
 
     def _make(
         self, config: HeadConfig, target_width: int, stored: dict[str, tuple[int, ...]]
@@ -113,15 +120,15 @@ class BlockModule(HeadModule):
             self.layers.append(layer)
         rank = 0
         if self._block.has_markov:
-            _, rank = stored.get("markov_head.markov_w1.weight", (0, 0))
+            rank = (stored.get("markov_head.markov_w1.weight") or (0,))[-1]
             self.markov_head = Markov(layers.vocab_size, rank, config.draft_vocab_size)
         if self._block.selector is not None:
             self.candidate_selector = Selector(layers.vocab_size, width, *self._block.selector)
         name = "confidence_head.proj"
         self._has_confidence = self._block.has_confidence and f"{name}.weight" in stored
         if self._has_confidence:
-            _, num_inputs = stored[f"{name}.weight"]
-            rank = num_inputs - width if self._block.has_markov else 0
+            if stored[f"{name}.weight"] == (1, width):
+                rank = 0
             self.confidence_head = Confidence(width, rank, bias=f"{name}.bias" in stored)
 
     def _check_shapes(
@@ -152,9 +159,7 @@ class BlockModule(HeadModule):
     def begin(self, target: PreTrainedModel) -> None:
         """Take the numbers of the head in the folder."""
         found = tensors_of(self._folder)
-        offsets = found.get(_OFFSETS)
-        ids = None if offsets is None else torch.arange(len(offsets)) + offsets
-        self.take_over(target, ids)
+        self.take_over(target, self._ids)
         embedding, output = self._of_target
         own = {n: found[n].to(output) for n in (_EMBEDDING, _OUTPUT) if n in found}
         self._of_target = (own.get(_EMBEDDING, embedding), own.get(_OUTPUT, output))
@@ -245,8 +250,7 @@ class BlockModule(HeadModule):
 
     def export(self, target: PreTrainedModel, folder: Path) -> None:
         """Save it under the config that it had; what is not trained stays as it was."""
-        found = tensors_of(self._folder)
-        kept = {name: t for name, t in found.items() if name in (_EMBEDDING, _OUTPUT, *_INTEGERS)}
+        kept = tensors_of(self._folder, names=(_EMBEDDING, _OUTPUT, *_INTEGERS))
         write_head(folder, kept | dict(self.state_dict()), config_to_keep(self._folder))
 
 
@@ -257,6 +261,15 @@ def _alone(n: Tensor, _num_rows: int, part: Callable[[Tensor], Tensor]) -> Tenso
 
 def _by_draft(part: Tensor | None, num_drafts: int) -> Sequence[Tensor | None]:
     return [None] * num_drafts if part is None else part.unbind(2)
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Name the folder in errors."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise DistillError(f"start: {folder} cannot be trained: {error}") from None
 
 
 def begun(target: PreTrainedModel, folder: Path) -> BlockModule:

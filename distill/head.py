@@ -109,12 +109,14 @@ def stored_head(
     return of_head
 
 
-def tensors_of(folder: Path, prefix: str = "") -> dict[str, Tensor]:
-    """What `stored_head` found, as it is stored."""
+def tensors_of(
+    folder: Path, prefix: str = "", names: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """What `stored_head` found, as it is stored; of these names alone, if some are given."""
     found = {}
     for name, stored in stored_tensors(folder).items():
         own = name_in_text(name)
-        if own.startswith(prefix):
+        if own.startswith(prefix) and (names is None or own.removeprefix(prefix) in names):
             with safe_open(stored.path, "pt") as file:
                 found[own.removeprefix(prefix)] = file.get_tensor(name)
     return found

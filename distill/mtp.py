@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.engine.models.heads.config import HeadError, mtp_names
 
@@ -39,6 +39,8 @@ def check_head(recipe: Recipe, config: PreTrainedConfig) -> None:
     except HeadError as error:
         raise DistillError(f"kind: {folder} has no head to begin with: {error}") from None
     stored_head(folder, _PREFIX)
+    with torch.device("meta"):  # where a head has shapes alone, which must be those of the target
+        MtpModule(AutoModelForCausalLM.from_config(copy.deepcopy(config)), folder)
 
 
 def _with_stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -74,12 +76,14 @@ class MtpModule(HeadModule):
         for name in _NORMS:
             self.add_module(name, copy.deepcopy(decoder.norm))
         self.layers = nn.ModuleList([copy.deepcopy(decoder.layers[index])])
-        self.float().requires_grad_(True)
         try:
-            self.load_state_dict(_with_stacked_experts(tensors_of(folder, _PREFIX)))
+            found = _with_stacked_experts(tensors_of(folder, _PREFIX))
+            state = {name: t.float().to(self.device) for name, t in found.items()}
+            self.load_state_dict(state, assign=True)
         except (RuntimeError, KeyError) as error:
             reason = " ".join(str(error).split())
             raise DistillError(f"kind: the head in {folder} is another one: {reason}") from None
+        self.requires_grad_(True)
         self._rotary = (decoder.rotary_emb,)
 
     def forward(

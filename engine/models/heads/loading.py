@@ -221,7 +221,7 @@ def _mask(
             f"mask_hidden has {hidden.numel()} numbers; for {num_taps} hidden states, each {width} "
             f"wide, it must have {num_taps * width}"
         )
-    check_mask_token(config.mask_token_id, embedding)
+    check_mask_token(config.mask_token_id, len(embedding))
     return {"mask_hidden": hidden.view(num_taps, width), "mask_token_id": config.mask_token_id}
 
 
@@ -232,7 +232,7 @@ def _block_head(
     mixers: list[Attention],
     shared: dict[str, Any],
 ) -> BlockHead:
-    check_mask_token(block.mask_token_id, shared["embedding"])
+    check_mask_token(block.mask_token_id, len(shared["embedding"]))
     checkpoint, width = read.tensors, config.layers.hidden_size
     for name, known in (
         ("layers.0.attention_conv.base_kernel", block.convolution),

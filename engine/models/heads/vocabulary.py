@@ -47,11 +47,20 @@ def read_target_ids(config: HeadConfig, checkpoint: Checkpoint, target: Network)
                 f"it drafts {size} of {vocab_size} tokens, but its file has no map of them (d2t)"
             )
         return None
-    offsets = checkpoint.integers("d2t")
+    drawn = checkpoint.integers("t2d") if "t2d" in checkpoint else None
+    most = min(vocab_size, target.vocab_size)
+    return ids_of_target(config, checkpoint.integers("d2t"), drawn, most).to(target.device)
+
+
+def ids_of_target(config: HeadConfig, offsets: Tensor, drawn: Tensor | None, most: int) -> Tensor:
+    """The target's ids, below `most`, of the tokens that a head drafts. Raises HeadError.
+
+    Shape: offsets (d2t) [V'] from a draft's id to the target's, drawn (t2d) [V] -> [V'].
+    """
+    vocab_size, size = config.layers.vocab_size, config.draft_vocab_size
     if offsets.shape != (size,):
         raise HeadError(f"d2t has {len(offsets)} entries for a draft vocabulary of {size}")
     ids = torch.arange(size) + offsets
-    most = min(vocab_size, target.vocab_size)
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= most):
         raise HeadError(
             f"d2t leads to token ids from {int(ids.min())} to {int(ids.max())}; the target's are 0 "
@@ -59,15 +68,15 @@ def read_target_ids(config: HeadConfig, checkpoint: Checkpoint, target: Network)
         )
     if not bool((ids.diff() > 0).all()):
         raise HeadError("d2t leads two of its tokens to the same id of the target, or out of order")
-    if "t2d" in checkpoint:
-        drawn = checkpoint.integers("t2d")
-        if drawn.shape != (vocab_size,) or not torch.equal(drawn.nonzero().squeeze(1), ids):
+    if drawn is not None:
+        is_one = drawn.shape == (vocab_size,) and torch.equal(drawn.nonzero().squeeze(1), ids)
+        if not is_one:
             raise HeadError("t2d and d2t disagree about which tokens it drafts")
-    return ids.to(target.device)
+    return ids
 
 
-def check_mask_token(token_id: int | None, embedding: Tensor) -> None:
+def check_mask_token(token_id: int | None, num_embeddings: int) -> None:
     if token_id is None:
         raise HeadError("its config names no mask token (mask_token_id)")
-    if not 0 <= token_id < len(embedding):
-        raise HeadError(f"its mask token is {token_id}, but there are {len(embedding)} embeddings")
+    if not 0 <= token_id < num_embeddings:
+        raise HeadError(f"its mask token is {token_id}, but there are {num_embeddings} embeddings")

@@ -129,6 +129,7 @@ def test_a_trained_head_serves_better_than_before_and_as_well_after_a_break(
         ({"boundaries": (0, 2)}, {}, "behind the target's last layer"),
         ({"block_size": 40}, {}, "row_tokens is 64; it must be more than two blocks of 40"),
         ({}, {"vocab_size": 50}, "a vocabulary of 50 tokens"),
+        ({"keys": {"mask_token_id": 400}}, {}, "mask token is 400, but there are 360"),
         ({}, {"hidden_size": 16}, "fc.weight is 32 x 64, and must be 16 x 64"),
         ({}, {"num_hidden_layers": 2}, "layers.1.input_layernorm.weight is not there, and must be"),
     ],
@@ -147,6 +148,9 @@ def test_what_is_no_head_in_16_bits_is_refused(tmp_path: Path) -> None:
     refused(target, "it holds no head; dflash, dflash2, dspark heads", start=str(target))
     change_tensor(start, "layers.0.self_attn.q_proj.weight", lambda t: t.to(torch.float8_e4m3fn))
     refused(target, r"q_proj\.weight is quantised \(F8_E4M3\)", start=str(start))
+    narrow = save_tiny_block_head(start.with_name("narrow"), target, boundaries=(1,), draft_vocab=9)
+    change_tensor(narrow, "d2t", lambda t: t + 400)
+    refused(target, "d2t leads to token ids from", start=str(narrow))
     (start / "model.safetensors").write_bytes(b"")
     refused(target, "model.safetensors is damaged or cut short", start=str(start))
 

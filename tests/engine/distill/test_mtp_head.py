@@ -91,6 +91,8 @@ def test_a_target_without_such_a_head_is_refused(tmp_path: Path, tiny_model: Tin
     refused(dense, "MTP heads are trained for hybrids .* not for a llama")
     target = save_target(tmp_path / "target")
     refused(target, "has no head to begin with: no MTP head is known", start=str(dense))
+    other = save_tiny_hybrid(tmp_path / "other", head_dim=12)
+    refused(target, "is another one: .*size mismatch for layers.0.self_attn", start=str(other))
     change_tensor(target, "mtp.fc.weight", lambda t: t.to(torch.float8_e4m3fn))
     refused(target, r"mtp\.fc\.weight is quantised \(F8_E4M3\)")
     change_tensor(target, "mtp.fc.weight", None)
