@@ -61,7 +61,7 @@ class Place(NamedTuple):
         return (found[2] if found else self.name).removesuffix(".weight")
 
 
-class Llama:
+class LlamaFile:
     """Rows of queries and keys lie as pairs, which RoPE rotates; in transformers, as halves."""
 
     inner: ClassVar[dict[str, str]] = _NORMS | _ATTENTION | _MLP
@@ -128,7 +128,7 @@ class Llama:
         return Codes(*(_unpermuted(part, num_heads) for part in codes if part is not None))
 
 
-class Mixture(Llama):
+class MixtureFile(LlamaFile):
     """Qwen3's mixtures."""
 
     inner = _NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS
@@ -138,7 +138,7 @@ class Mixture(Llama):
         return codes
 
 
-class Hybrid(Mixture):
+class HybridFile(MixtureFile):
     """Norms are stored with 1 added, A_log as -exp(A_log), and value heads in another order.
 
     Here the value heads of a key head are neighbours; in the file, the first ones of all key heads.
@@ -223,23 +223,23 @@ class Hybrid(Mixture):
         return Codes(*(part[orders[stem]] for part in codes if part is not None))
 
 
-class HybridMixture(Hybrid):
+class HybridMixtureFile(HybridFile):
     """Its MLPs are experts, one of which all rows share."""
 
     inner: ClassVar[dict[str, str]] = {
-        name: stem for name, stem in Hybrid.inner.items() if name not in _MLP
+        name: stem for name, stem in HybridFile.inner.items() if name not in _MLP
     } | (_EXPERTS | _SHARED)
 
 
-ARCHITECTURES: dict[str, type[Llama]] = {
-    "llama": Llama,
-    "qwen3moe": Mixture,
-    "qwen35": Hybrid,
-    "qwen35moe": HybridMixture,
+ARCHITECTURES: dict[str, type[LlamaFile]] = {
+    "llama": LlamaFile,
+    "qwen3moe": MixtureFile,
+    "qwen35": HybridFile,
+    "qwen35moe": HybridMixtureFile,
 }
 
 
-def architecture_of(metadata: Mapping[str, Any]) -> Llama | None:
+def architecture_of(metadata: Mapping[str, Any]) -> LlamaFile | None:
     """How this file stores its model; None if that is not known here."""
     name = str(metadata.get("general.architecture"))
     return ARCHITECTURES[name](name, metadata) if name in ARCHITECTURES else None

@@ -33,7 +33,7 @@ MIN_ROWS_TO_CUT = 128
 
 
 @dataclass(slots=True)
-class Block:
+class DraftedBlock:
     """The drafts of a block for N sequences, of which fewer and fewer continue."""
 
     slots: Tensor  # [N'] of those that continue
@@ -64,7 +64,7 @@ class MasksAfterAnchor:
         self._head.read(taps, batch)
         return batch.rows.positions
 
-    def __call__(self, packed: Tensor, shape: Shape, k: int) -> Block:
+    def __call__(self, packed: Tensor, shape: Shape, k: int) -> DraftedBlock:
         head, slots = self._head, self._slots
         batch = ForwardBatch.unpack(packed, shape, slots)
         is_anchor = batch.rows.positions + 1 == slots.num_tokens[batch.rows.slot_of_row]
@@ -72,7 +72,7 @@ class MasksAfterAnchor:
         rows = rows_of_drafts(batch.rows, k, head.num_leading_rows)
         h = head(input_ids, batch, rows.flatten())
         logits = head.logits(h).view(*rows.shape, -1)
-        return Block(batch.rows.slots, logits, h.view(*rows.shape, -1))
+        return DraftedBlock(batch.rows.slots, logits, h.view(*rows.shape, -1))
 
 
 class MasksAfterLastRow:
@@ -86,14 +86,14 @@ class MasksAfterLastRow:
     def __init__(self, head: Eagle3Head, last_rows: LastRows) -> None:
         self._head, self._last_rows, self.read = head, last_rows, last_rows.read
 
-    def __call__(self, packed: Tensor, shape: Shape, k: int) -> Block:
+    def __call__(self, packed: Tensor, shape: Shape, k: int) -> DraftedBlock:
         batch = self._last_rows.unpack(packed, shape)
         y = self._last_rows.of(batch.rows.slots)[None]  # [1, N, hidden]
         if k > 1:
             masks = self._head.of_masks(batch)
             y = torch.cat((y, masks[rows_of_drafts(batch.rows, k - 1, 0)]))
         logits = self._head.logits(y.flatten(0, 1)).view(*y.shape[:2], -1)
-        return Block(batch.rows.slots, logits, y)
+        return DraftedBlock(batch.rows.slots, logits, y)
 
 
 class BlockByBlock(Drafter):
@@ -189,14 +189,14 @@ class BlockByBlock(Drafter):
         """The token before draft j in each slot. Shape: [N] -> [N]."""
         return self._slots.token_ids[slots, self._slots.num_tokens[slots] + j - 1].long()
 
-    def _prepared(self, block: Block) -> tuple[Tensor, ...]:
+    def _prepared(self, block: DraftedBlock) -> tuple[Tensor, ...]:
         """What the logits of all drafts are made of. Shape: [k, N, …] each."""
         if self._head.chain is None:
             return (block.logits,)
         return self._head.chain.prepared(block.h, block.logits, self._slots.vocab_size)
 
     def _at(
-        self, block: Block, prepared: tuple[Tensor, ...], j: int, previous: Tensor
+        self, block: DraftedBlock, prepared: tuple[Tensor, ...], j: int, previous: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Logits of draft j, behind these tokens, and the confidence in it.
 

@@ -18,7 +18,7 @@ from verification import HAS_KERNELS
 from outrider.engine.config import ModelConfig
 from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.gguf_architectures import Hybrid, architecture_of
+from outrider.engine.models.gguf_architectures import HybridFile, architecture_of
 from outrider.engine.models.gguf_checkpoint import missing_tensors, why_misread, why_unpacked
 from outrider.engine.models.gguf_file import GgufFile
 from outrider.engine.models.heads.config import HeadError, mtp_names
@@ -165,7 +165,7 @@ def test_groups_that_value_heads_would_tear_apart_are_unpacked() -> None:
         "qwen35.ssm.time_step_rank": 4, "qwen35.ssm.state_size": 8, "qwen35.ssm.inner_size": 64,
     }  # fmt: skip
     architecture = architecture_of(metadata)
-    assert isinstance(architecture, Hybrid)
+    assert isinstance(architecture, HybridFile)
     generator = torch.Generator().manual_seed(0)
     codes = Codes(torch.randint(0, 16, (3, 64), generator=generator), torch.rand(3, 2))
     got = architecture.restored(
