@@ -11,9 +11,9 @@ from torch import Tensor
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
 
-from .checkpoint import EMBEDDING, AnyCheckpoint, ReportCounts, check_shape
+from .checkpoint import EMBEDDING, AnyCheckpoint, Checkpoint, ReportCounts, check_shape
 from .gguf_architectures import architecture_of
-from .gguf_file import FILE_NAME, Format, GgufFile
+from .gguf_file import FILE_NAME, Format, GgufFile, transformers_arguments
 from .narrow_weight import Stacked
 from .shares import Cut, Outputs, num_outputs
 from .weights import Axis, Dense, Matrix, Tiles
@@ -72,6 +72,17 @@ def missing_tensors(file: GgufFile) -> list[str]:
     """
     architecture = architecture_of(file.metadata)
     return [] if architecture is None else architecture.missing(file.entries)
+
+
+def open_checkpoint(
+    folder: Path, dtype: torch.dtype, device: torch.device, report: ReportCounts, **options: Any
+) -> AnyCheckpoint:
+    """The weights of a model directory, whatever files have them; `options` as in Checkpoint, for
+    all but GGUF files.
+    """
+    if transformers_arguments(folder):
+        return GgufCheckpoint(folder, dtype, device, report)
+    return Checkpoint(folder, dtype, device, report, **options)
 
 
 class GgufCheckpoint(AnyCheckpoint):

@@ -24,21 +24,13 @@ from .admission import (
 )
 from .architectures import load_config
 from .batch_invariance import make_batch_invariant
-from .checkpoint import (
-    EMBEDDING,
-    OUTPUT_LAYER,
-    AnyCheckpoint,
-    Checkpoint,
-    Read,
-    ReportCounts,
-    SharedScaleError,
-)
+from .checkpoint import EMBEDDING, OUTPUT_LAYER, Checkpoint, Read, ReportCounts, SharedScaleError
 from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
-from .families import FAMILIES, build, why_unknown
+from .families import FAMILIES, why_unknown
 from .formats import refused_format, take_format
 from .formats.fp8 import rounding
-from .gguf_checkpoint import GgufCheckpoint
+from .gguf_checkpoint import open_checkpoint
 from .gguf_file import transformers_arguments
 from .hugging_face import HuggingFaceModel
 from .network import Network
@@ -180,27 +172,23 @@ class _Loader:
             family = FAMILIES[self.hf_config.model_type]
             of_share = family.share_of(self.hf_config, self.share.size)
             original = Original(of_share, self.dtype, self.device)
-            checkpoint: AnyCheckpoint
-            if transformers_arguments(folder):
-                if rounds:
-                    return None, "it is a GGUF file, whose weights are rounded already"
-                checkpoint = GgufCheckpoint(folder, self.dtype, self.device, self.report)
-            else:
-                read = quantised[1] if quantised else None
-                if rounds and self.is_draft:  # its layers are small: rounding inputs costs too much
-                    read = rounding(rounds_inputs=False)
-                elif rounds:
-                    read = rounding(rounds_inputs=True, leaves_out=(OUTPUT_LAYER, EMBEDDING))
-                checkpoint = Checkpoint(
-                    folder,
-                    self.dtype,
-                    self.device,
-                    self.report,
-                    read=read,
-                    share=self.share,
-                    renamed=family.renamed,
-                )
-            decoder = build(self.hf_config, checkpoint)
+            if rounds and transformers_arguments(folder):
+                return None, "it is a GGUF file, whose weights are rounded already"
+            read = quantised[1] if quantised else None
+            if rounds and self.is_draft:  # its layers are small: rounding inputs costs too much
+                read = rounding(rounds_inputs=False)
+            elif rounds:
+                read = rounding(rounds_inputs=True, leaves_out=(OUTPUT_LAYER, EMBEDDING))
+            checkpoint = open_checkpoint(
+                folder,
+                self.dtype,
+                self.device,
+                self.report,
+                read=read,
+                share=self.share,
+                renamed=family.renamed,
+            )
+            decoder = family(checkpoint, self.hf_config).decoder()
             if quantised and isinstance(checkpoint, Checkpoint) and not checkpoint.has_quantised:
                 return None, "none of its layers is kept in that way"
             original.fill(checkpoint)

@@ -224,8 +224,7 @@ def test_ministral_3_is_left_to_transformers(
     rope = {**TINY["ministral3"]["rope_parameters"], "original_max_position_embeddings": 64}  # type: ignore[dict-item]
     path = tiny_model("ministral3", rope_parameters=rope)
     if is_listed:
-        listed = families.FAMILIES | {"ministral3": families.FAMILIES["mistral"]}
-        monkeypatch.setattr(families, "FAMILIES", listed)
+        monkeypatch.setitem(families.FAMILIES, "ministral3", families.FAMILIES["mistral"])
         monkeypatch.setattr(base, "_ROPE", base._ROPE | {"llama_4_scaling_beta"})
     assert isinstance(load(path), HuggingFaceModel)
 

@@ -2,12 +2,9 @@
 
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..checkpoint import AnyCheckpoint
-from ..decoder import Decoder
 from .base import Family
 
 # By model type: a class is found by being in a file beside this one.
@@ -21,15 +18,7 @@ FAMILIES: dict[str, type[Family]] = {
 
 
 def why_unknown(config: PreTrainedConfig) -> str | None:
-    """Why `build` cannot build this model; None if it can."""
+    """Why no family can build this model; None if one can."""
     if config.model_type not in FAMILIES:
         return "its architecture has no decoder here"
     return FAMILIES[config.model_type].why_unknown(config)
-
-
-def build(config: Any, tensors: AnyCheckpoint) -> Decoder:
-    """Build the decoder of a configuration for which `why_unknown` returns None.
-
-    Raises KeyError naming a tensor that the checkpoint lacks, ValueError naming a wrong shape.
-    """
-    return FAMILIES[config.model_type](tensors, config).decoder()

@@ -140,12 +140,13 @@ class Family(ABC):
         config, given, tensors = self.config, self._given, self.tensors
         blocks = [self.block(f"model.layers.{i}", i) for i in range(config.num_hidden_layers)]
         embedding = tensors.tensor(f"{EMBEDDING}.weight", config.vocab_size, config.hidden_size)
-        if tensors.share.rank > 0:  # the first rank alone computes logits: any matrix will do
-            return Decoder(embedding, blocks, self.norm("model.norm"), tensors.tied(embedding))
-        if given.tie_word_embeddings and f"{OUTPUT_LAYER}.weight" in tensors:
+        is_first = (
+            tensors.share.rank == 0
+        )  # it alone computes logits: for others any matrix will do
+        if is_first and given.tie_word_embeddings and f"{OUTPUT_LAYER}.weight" in tensors:
             own = tensors.stacked(f"{OUTPUT_LAYER}.weight")
             given.tie_word_embeddings = torch.equal(own, embedding)
-        if given.tie_word_embeddings:
+        if given.tie_word_embeddings or not is_first:
             output_layer = tensors.tied(embedding)
         else:
             output_layer = tensors.linear(config.hidden_size, {OUTPUT_LAYER: config.vocab_size})

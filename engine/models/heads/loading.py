@@ -20,13 +20,12 @@ from ...config import ModelConfig
 from ..admission import DTYPES
 from ..architectures import load_config
 from ..blocks import Block
-from ..checkpoint import AnyCheckpoint, Checkpoint, Read, ReportCounts, check_shape
+from ..checkpoint import AnyCheckpoint, Checkpoint, ReportCounts, check_shape
 from ..families import FAMILIES
 from ..families.base import window_of
 from ..families.llama import Llama
 from ..formats.fp8 import rounding
-from ..gguf_checkpoint import GgufCheckpoint
-from ..gguf_file import transformers_arguments
+from ..gguf_checkpoint import open_checkpoint
 from ..loading import quantised_format, rounds_weights
 from ..narrow_weight import in_fp8
 from ..network import Network
@@ -125,19 +124,10 @@ def _read_head(
     if config.head_layers:
         head_config = replace(head_config, boundaries=tuple(sorted(config.head_layers)))
     boundaries = head_config.boundaries_of(target.num_layers)
-    checkpoint = _checkpoint(config, target, report)
+    read = rounding(rounds_inputs=True) if _rounds(config, target) else None
+    checkpoint = Checkpoint(Path(config.path), target.dtype, target.device, report, read=read)
     head = _build(head_config, checkpoint, target, len(boundaries))
     return head, [boundary - 1 for boundary in boundaries]
-
-
-def _checkpoint(
-    config: ModelConfig, target: Network, report: ReportCounts, quantised: Read | None = None
-) -> Checkpoint:
-    """The checkpoint of a head, which computes in its target's dtype."""
-    read = quantised
-    if _rounds(config, target):
-        read = rounding(rounds_inputs=True, unless=quantised)
-    return Checkpoint(Path(config.path), target.dtype, target.device, report, read=read)
 
 
 def _build(config: HeadConfig, checkpoint: Checkpoint, target: Network, num_taps: int) -> Head:
@@ -324,12 +314,10 @@ def _read_mtp_head(
                 getattr(hf_config, key),
                 names.projection,
             )
-    checkpoint: AnyCheckpoint
-    if transformers_arguments(folder):
-        checkpoint = GgufCheckpoint(folder, target.dtype, target.device, report)
-    else:
-        quantised = quantised_format(config, hf_config)
-        checkpoint = _checkpoint(config, target, report, quantised[1] if quantised else None)
+    _, read = quantised_format(config, hf_config) or (None, None)
+    if _rounds(config, target):
+        read = rounding(rounds_inputs=True, unless=read)
+    checkpoint = open_checkpoint(folder, target.dtype, target.device, report, read=read)
     family = FAMILIES[hf_config.model_type](checkpoint, hf_config)
     width, shape = hf_config.hidden_size, tuple(target.input_embedding.shape)
     if (hf_config.vocab_size, width) != shape:
