@@ -49,11 +49,9 @@ from outrider.engine.config import (
     SpeculationConfig,
 )
 from outrider.engine.engine import Engine
-from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.heads.chain import MarkovHead
 from outrider.engine.models.heads.eagle3 import Eagle3Head
 from outrider.engine.models.heads.mtp import MtpHead
-from outrider.engine.models.network import Network
 
 PARTS = ("draft", "target", "verify")
 MTP = "mtp"
@@ -222,9 +220,9 @@ def graph_times(engine: Engine) -> Iterator[dict[str, list[float]]]:
 def bytes_read(engine: Engine, k: int) -> int:
     """Bytes of weights that the target's pass reads, and k drafts after it."""
     pair = engine.worker.pair
-    num_bytes = weight_bytes(pair.target)
+    num_bytes = pair.target.weight_bytes
     if pair.draft is not None:
-        return num_bytes + k * weight_bytes(pair.draft)
+        return num_bytes + k * pair.draft.weight_bytes
     head = pair.head
     if head is None or k == 0:
         return num_bytes
@@ -236,16 +234,6 @@ def bytes_read(engine: Engine, k: int) -> int:
     chain = head.chain
     each = chain.output.weight.num_bytes if isinstance(chain, MarkovHead) else 0  # for a draft
     return num_bytes + drafting + k * each
-
-
-def weight_bytes(network: Network) -> int:
-    """Bytes of weights that a pass of few rows reads: all but most of the embeddings."""
-    if isinstance(network, Decoder):
-        return network.weight_bytes
-    inner: Any = network.model
-    num_bytes = sum(parameter.nbytes for parameter in inner.parameters())
-    is_tied = inner.config.get_text_config().tie_word_embeddings
-    return num_bytes - (0 if is_tied else inner.get_input_embeddings().weight.nbytes)
 
 
 def main() -> None:

@@ -91,6 +91,12 @@ class HuggingFaceModel(Network):
     def num_layers(self) -> int:
         return len(self._attention_of)
 
+    @property
+    def weight_bytes(self) -> int:
+        num_bytes = sum(int(parameter.nbytes) for parameter in self.model.parameters())
+        is_tied: bool = self.model.config.get_text_config().tie_word_embeddings
+        return num_bytes - (0 if is_tied else self.input_embedding.nbytes)
+
     def tap(self, layers: Sequence[int]) -> None:
         last = len(self.attentions) - 1
         if last in layers:

@@ -26,10 +26,13 @@ from .slot_state import SlotState
 from .token_map import TokenMap
 from .weights import Linear
 
-# Passes with prompts are captured in steps of _ROWS_STEP rows, up to _MOST_ROWS. With more rows a
-# GPU takes longer to compute the pass than the host to launch its kernels, so no graph is needed.
+# Passes with prompts are captured in steps of an eighth of a power of two, of _ROWS_STEP at least,
+# up to `Network.host_bound_rows`.
 _ROWS_STEP = 128
-_MOST_ROWS = 1024
+_LEAST_HOST_BOUND = 1024
+# Launching a layer takes the host some 0.7 ms. In that time an H200 multiplies so many rows by a
+# byte of weights, in 16 or in 8 bits: its rate is twice as high for the latter.
+_ROW_BYTES_A_LAYER = 450_000_000_000
 # Rows of a sequence, beyond the usual ones, for which passes are captured: up to 8 each number,
 # then few. With more than _MOST_LONG_ROWS rows in all a pass is padded to a step of _ROWS_STEP.
 _LONG_ROWS = (33, 24, 16, 12, 8)
@@ -162,6 +165,19 @@ class Network(PagedLayers):
 
     @property
     @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a pass of few rows reads: all but most of the embeddings."""
+
+    @property
+    def host_bound_rows(self) -> int:
+        """Up to so many rows a host takes longer to launch a pass than a GPU to compute it; beyond
+        them a graph of it saves nothing.
+        """
+        rows = _ROW_BYTES_A_LAYER * self.num_layers // max(1, self.weight_bytes)
+        return max(_LEAST_HOST_BOUND, rows)
+
+    @property
+    @abstractmethod
     def products_are_batch_invariant(self) -> bool:
         """Whether in every product the bits of a row do not depend on the batch."""
 
@@ -251,6 +267,7 @@ class Network(PagedLayers):
             most_rows,
             every_row_has_logits,
             most_rows_per_seq,
+            self.host_bound_rows,
         )
         num_logits = max(logits for _, _, logits in shapes)
         place = self.reserve_logits(num_logits)
@@ -306,11 +323,13 @@ def captured_shapes(
     most_rows: int,
     every_row_has_logits: bool,
     most_rows_per_seq: int = 0,
+    host_bound_rows: int = _LEAST_HOST_BOUND,
 ) -> list[Shape]:
     """(sequences, rows, logits) to capture, the largest first.
 
     A few sequences may have more than `rows_per_seq` rows each, up to `most_rows_per_seq`. Where
-    all have, there are so many rows that the steps of _ROWS_STEP are close enough.
+    all have, there are so many rows that the steps of _ROWS_STEP are close enough. With prompts a
+    pass may have up to `host_bound_rows`.
     """
 
     def shape_of(num_seqs: int, num_rows: int) -> Shape:
@@ -324,12 +343,11 @@ def captured_shapes(
 
     usual = [r for r in range(rows_per_seq, 0, -1) if r <= 8 or r in (rows_per_seq, *_LONG_ROWS)]
     most = max_num_seqs * rows_per_seq
-    steps = range(most // _ROWS_STEP * _ROWS_STEP + _ROWS_STEP, _MOST_ROWS + 1, _ROWS_STEP)
     num_logits = shape_of(max_num_seqs, most)[2]
     shapes = [
         *(
             (max_num_seqs, min(rows, most_rows), num_logits)
-            for rows in reversed(steps)
+            for rows in reversed(_prompt_rows(min(most_rows, host_bound_rows)))
             if min(rows, most_rows) > most
         ),
         *(
@@ -339,6 +357,14 @@ def captured_shapes(
         ),
     ]
     return list(dict.fromkeys(shapes))
+
+
+def _prompt_rows(most: int) -> list[int]:
+    """Rows of captured passes with prompts, ascending; the last of them holds `most`."""
+    rows = [_ROWS_STEP]
+    while rows[-1] < most:
+        rows.append(rows[-1] + max(_ROWS_STEP, 1 << rows[-1].bit_length() - 4))
+    return rows
 
 
 def short_batches(max_num_seqs: int, most_rows: int) -> list[tuple[int, int]]:

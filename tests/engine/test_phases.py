@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.engine import Engine
-from outrider.engine.models.network import captured_shapes
+from outrider.engine.models.network import Network, captured_shapes
 from outrider.engine.state import phase
 from outrider.engine.state.phase import Phase, Shape, padded_sizes, record_graph
 
@@ -135,6 +136,32 @@ def test_no_captured_pass_has_more_rows_than_a_step(
         for rows in range(1, rows_per_seq + 1):
             num_rows = min(num_seqs * rows, most_rows)
             assert any(s >= num_seqs and r >= num_rows and n >= num_rows for s, r, n in shapes)
+
+
+def test_a_captured_pass_with_prompts_has_at_most_an_eighth_more_rows_than_it_needs() -> None:
+    most = 8192
+    shapes = captured_shapes(64, 5, most, True, 33, host_bound_rows=most)
+    assert len(shapes) < len(captured_shapes(64, 5, most, True, 33)) + 25
+    for wanted in range(1025, most + 1):
+        padded = min(rows for _, rows, _ in shapes if rows >= wanted)
+        assert padded <= 9 / 8 * wanted
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "gigabytes", "least", "most"),
+    [
+        (30, 0.27, 8192, 1 << 20),  # SmolLM2-135M: captured as far as a step goes
+        (48, 6.1, 3000, 4096),  # Qwen3-30B-A3B, by the weights that a token reads
+        (36, 16.0, 1024, 1100),  # Qwen3-8B: beyond, a GPU is the slower one
+        (80, 140.0, 1024, 1024),
+    ],
+)
+def test_passes_with_prompts_are_captured_as_long_as_the_host_is_the_slower_one(
+    num_layers: int, gigabytes: float, least: int, most: int
+) -> None:
+    network = SimpleNamespace(num_layers=num_layers, weight_bytes=int(gigabytes * 1e9))
+    rows = Network.host_bound_rows.fget(network)  # type: ignore[attr-defined]
+    assert least <= rows <= most
 
 
 def test_few_passes_are_captured_for_the_rows_of_looked_up_drafts() -> None:
