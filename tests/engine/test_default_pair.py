@@ -91,6 +91,7 @@ def test_our_decoder_runs_both_of_them(engine: Engine) -> None:
     assert all(model is not None and isinstance(model, Decoder) for model in models)
 
 
+@pytest.mark.deep  # transformers' answers take most of it
 def test_drafts_and_prefix_hits_change_nothing(
     engine: Engine, prompts: list[list[int]], truth: list[list[int]]
 ) -> None:

@@ -49,7 +49,9 @@ KINDS = (
 HYBRIDS = ("hybrid", "hybrid-dflash2")
 # Of 10 kinds: 130 requests; 180 more in `make deep`, for CI has 40 minutes, and hybrids are slow;
 # and 2,500 in `make sweep`.
-CASES: list[Any] = [(kind, 0, 13) for kind in KINDS]
+CASES: list[Any] = [
+    pytest.param(kind, 0, 13, marks=pytest.mark.deep if kind in HYBRIDS else ()) for kind in KINDS
+]
 CASES += [
     pytest.param(kind, 6, 20, marks=pytest.mark.deep) for kind in KINDS if kind != "hybrid-dflash2"
 ]

@@ -250,7 +250,7 @@ NARROW: list[tuple[Kind, int, bool]] = [
     [
         # The interpreter tries each format with one of the two, and a GPU with both.
         pytest.param(
-            *format_, splits, marks=pytest.mark.deep if not ON_GPU and i % 2 != splits // 4 else ()
+            *format_, splits, marks=pytest.mark.sweep if not ON_GPU and i % 2 != splits // 4 else ()
         )
         for i, format_ in enumerate(NARROW)
         for splits in (1, 4)

@@ -119,7 +119,7 @@ def test_kernel_equals_reference(heads: DeltaHeads, dtype: torch.dtype) -> None:
         pytest.param(delta_net_reference, 1, 36, torch.float32, id="reference-1"),
         pytest.param(delta_net, 0, 36, torch.float32, marks=needs_kernels, id="kernels"),
         pytest.param(
-            delta_net, 1, 36, torch.bfloat16, marks=[needs_kernels, pytest.mark.deep], id="16-bits"
+            delta_net, 1, 36, torch.bfloat16, marks=[needs_kernels, pytest.mark.sweep], id="16-bits"
         ),
     ],
 )

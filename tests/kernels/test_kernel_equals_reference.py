@@ -34,7 +34,7 @@ SHAPES = [(2, [1, 0, 2], None), (97, [3, 0, 1], 90), (1025, [2, 4], 1100), (2049
     [
         # The interpreter tries each shape in one dtype, and a GPU in all.
         pytest.param(
-            *shape, dtype, marks=pytest.mark.deep if DEVICE.type == "cpu" and i % 3 != j else ()
+            *shape, dtype, marks=pytest.mark.sweep if DEVICE.type == "cpu" and i % 3 != j else ()
         )
         for i, shape in enumerate(SHAPES)
         for j, dtype in enumerate(DTYPES)
@@ -64,7 +64,7 @@ def test_match_looks_past_the_two_likeliest_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    "vocab", [50257, *(pytest.param(vocab, marks=pytest.mark.deep) for vocab in (151936, 262144))]
+    "vocab", [50257, *(pytest.param(vocab, marks=pytest.mark.sweep) for vocab in (151936, 262144))]
 )
 def test_large_vocabulary(vocab: int) -> None:
     generator = torch.Generator().manual_seed(6)

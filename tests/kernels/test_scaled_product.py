@@ -206,7 +206,7 @@ def test_parts_are_added_where_they_lie() -> None:
 @needs_kernels
 @pytest.mark.parametrize("format_", FORMATS)
 # Only a GPU divides by 5,000 inexactly, and there all tests run.
-@pytest.mark.parametrize("width", [300, pytest.param(5000, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("width", [300, pytest.param(5000, marks=pytest.mark.sweep)])
 def test_a_norm_rounds_alike_behind_a_sum_and_before_a_product(
     format_: tuple[Kind, int, int], width: int
 ) -> None:

@@ -11,7 +11,7 @@ from verification import HAS_KERNELS
 
 HERE = Path(__file__).parent
 # In two parts, for workers beside each other; of the slowest files each has as many seconds.
-# What is deep fits in one: to begin takes each process longer than most files.
+# More shapes and types are a sweep here: `make gpu-kernels` runs them all.
 SLOWEST = ["batch_invariance", "scaled_product", "kernel_equals_reference", "invariance", "edges"]
 SLOWEST += ["breakpoints", "filters", "paged_attention", "narrow_linear", "experts"]
 # Without a Triton kernel.
@@ -19,7 +19,7 @@ NOT_TRITON = {"batch_invariance_cpu", "cpu_layers", "exact_rules", "verify_cpu"}
 OTHERS = {path.stem[5:] for path in HERE.glob("test_*.py")} - {*SLOWEST} - NOT_TRITON
 FILES = [HERE / f"test_{name}.py" for name in (*SLOWEST, *sorted(OTHERS))]
 PARTS: list[Any] = [("not slow and not deep and not sweep", FILES[i::2]) for i in range(2)]
-PARTS += [pytest.param(tier, FILES, marks=getattr(pytest.mark, tier)) for tier in ("deep", "sweep")]
+PARTS += [pytest.param("deep or sweep", FILES, marks=pytest.mark.sweep)]
 
 
 @pytest.mark.slow
