@@ -33,6 +33,7 @@ class Source(ABC):
 
     name: SourceName
     draws: Draws | None = None  # what it draws drafts with; None: they are one-hot
+    may_fail = True  # else the engine ends with it: other ranks are left in the middle of a pass
 
     def looks_up(self, request: Request) -> bool:
         """Whether it may wish for drafts of this sequence, until it ends."""
@@ -184,6 +185,8 @@ class Proposer:
                 if source.draws is None:
                     self._mark_one_hot([slot for slot, k in counts.items() if k > 0])
             except Exception:
+                if not source.may_fail:
+                    raise
                 self._report(source)
                 continue
             drafted |= counts

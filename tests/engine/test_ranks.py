@@ -282,6 +282,21 @@ def test_all_ranks_run_a_shape_once_and_then_only_capture_it(
     assert stages == ["compiling kernels", "loading kernels on the other ranks"]
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="what is captured cannot fail in this way")
+def test_a_shared_draft_that_fails_ends_the_engine(
+    tiny_model: Tiny,
+    draft: Path,
+    start: Callable[[EngineConfig], Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other ranks are left in its pass: what the first exchanged next would be taken for it."""
+    engine = start(with_shared_draft(engine_config(tiny_model(), draft)))
+    monkeypatch.setattr(followers, "_NEWS_S", 0.0)
+    monkeypatch.setattr(engine.worker.pair.draft, "embedded", Mock(side_effect=MemoryError("full")))
+    with pytest.raises(MemoryError, match="full"):
+        run(engine, PROMPTS, GREEDY)
+
+
 def first_frame_of(follower: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What is heard of a process that runs this code, with the socket `s`; None: its loss."""
     code = f"import socket, sys, time; s = socket.socket(fileno=int(sys.argv[1])); {follower}"
