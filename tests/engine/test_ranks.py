@@ -64,9 +64,16 @@ def with_shared_draft(config: EngineConfig, size: int = 2) -> EngineConfig:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[EngineConfig], Engine]]:
-    """Start an engine of two ranks; afterwards, all processes have ended."""
+def start(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[EngineConfig], Engine]]:
+    """Start an engine of two ranks; afterwards, all processes have ended.
+
+    They leave no file while they run: so there is none however they end, even killed.
+    """
     engines = []
+    temporary = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
     def started(config: EngineConfig) -> Engine:
         if DEVICE.type == "cuda":
@@ -77,10 +84,12 @@ def start() -> Iterator[Callable[[EngineConfig], Engine]]:
         return engines[-1]
 
     yield started
+    left = list(temporary.iterdir())
     for engine in engines:
         engine.worker.close()
         with pytest.raises(ProcessLookupError):
             os.kill(follower_of(engine), 0)
+    assert left == []
 
 
 def follower_of(engine: Engine) -> int:
@@ -112,7 +121,7 @@ def test_two_ranks_answer_as_one_process(
     params = replace(GREEDY, prompt_logprobs=20)
     alone, both = Engine(config), start(with_shared_draft(config))
     one, two = (run(engine, PROMPTS, params) for engine in (alone, both))
-    assert len(both.worker.pair.on_all_ranks) == 2
+    assert len(both.worker.pair.on_all_ranks) == both.info.tensor_parallel == 2
     # Every draft is what one process would have drafted.
     assert both.stats().drafted_per_position == alone.stats().drafted_per_position
     assert both.stats().accepted_per_position == alone.stats().accepted_per_position
@@ -360,20 +369,6 @@ def test_peer_memory_is_left_alone_if_one_rank_has_none(monkeypatch: pytest.Monk
     monkeypatch.setattr(group, "gather", lambda x: torch.stack((x, torch.zeros_like(x))))
     assert group._meet_peers(torch.device("cpu")) is None
     peers.begin.assert_not_called()
-
-
-def test_ranks_leave_no_file_however_they_end(
-    tiny_model: Tiny,
-    start: Callable[[EngineConfig], Engine],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also if the first is killed, which then cleans nothing up: so there is nothing to clean."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    engine = start(engine_config(tiny_model()))
-    assert run(engine, PROMPTS, GREEDY)
-    assert list(tmp_path.iterdir()) == []
-    assert engine.info.tensor_parallel == 2
 
 
 def test_a_follower_that_cannot_load_says_why_once(
