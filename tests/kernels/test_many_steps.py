@@ -116,6 +116,7 @@ def test_rule_is_lossless_over_many_steps(rule: Rule) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # of keys that the code does not use: the power of this proof
 def test_block_keyed_by_position_alone_is_not_lossless() -> None:
     """The trap that anchor keys avoid: a rejected draft's noise comes back in the next step."""
     with on_road("reference"), DEVICE:

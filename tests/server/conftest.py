@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import InProcessEngine
 from proven_once import prove_once
 from running_server import RunningServer, free_port, running_server
 from scripted_client import Play, steps
@@ -13,7 +14,13 @@ from served import Served
 from tiny_models import save_tiny_model
 from tokenizers_for_tests import byte_fallback_tokenizer, byte_level_tokenizer
 
-from outrider.engine.api import NewRequest, RequestOutput
+from outrider.engine.api import NewRequest, ReportProgress, RequestOutput
+from outrider.engine.config import EngineConfig
+from outrider.engine.processes import process_engine
+from outrider.server.config.settings import Settings
+from outrider.server.models import prepare
+from outrider.server.models.pair import engine_config, prepare_pair
+from outrider.server.models.prepare import Prepared
 from outrider.server.text.tokenizer import Tokenizer
 
 prove_once()
@@ -51,6 +58,21 @@ def serve(tokenizer: Tokenizer) -> Callable[..., Served]:
         return Served(play, tokenizer, **settings)
 
     return make
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command prepares its pair, and runs its engine, without processes that load torch."""
+
+    async def prepared(settings: Settings, report: ReportProgress) -> Prepared:
+        pair = prepare_pair(settings, report)
+        return Prepared(pair.settings, engine_config(pair), pair.tokenizer)
+
+    def engine(config: EngineConfig, report: ReportProgress, **_: float) -> InProcessEngine:
+        return InProcessEngine(config, report)
+
+    monkeypatch.setattr(prepare, "prepare", prepared)
+    monkeypatch.setattr(process_engine, "ProcessEngine", engine)
 
 
 @pytest.fixture(scope="session")

@@ -10,23 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import InProcessEngine
 from scripted_client import steps
 from served import Served
 from tiny_pairs import save_tiny_model_with_tokenizer
 from typer.testing import CliRunner, Result
 
-from outrider.engine.api import QueueFullError, ReportProgress
-from outrider.engine.config import EngineConfig
-from outrider.engine.processes import process_engine
+from outrider.engine.api import QueueFullError
 from outrider.engine.processes.client import EngineUnavailableError
 from outrider.server.cli import app
-from outrider.server.config.settings import Settings
 from outrider.server.http import batch
 from outrider.server.http.batch import answer_lines
-from outrider.server.models import prepare
-from outrider.server.models.pair import engine_config, prepare_pair
-from outrider.server.models.prepare import Prepared
 
 Serve = Callable[..., Served]
 
@@ -195,21 +188,6 @@ def test_answer_that_fails_under_way_does_not_end_the_batch(serve: Serve) -> Non
     told = answers(serve(play), [line("a", {"prompt": [70]}), line("b", {"prompt": [70, 71]})])
     assert told["a"]["response"]["status_code"] == 500
     assert told["b"]["response"]["status_code"] == 200
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command prepares its pair, and runs its engine, without processes that load torch."""
-
-    async def prepared(settings: Settings, report: ReportProgress) -> Prepared:
-        pair = prepare_pair(settings, report)
-        return Prepared(pair.settings, engine_config(pair), pair.tokenizer)
-
-    def engine(config: EngineConfig, report: ReportProgress, **_: float) -> InProcessEngine:
-        return InProcessEngine(config, report)
-
-    monkeypatch.setattr(prepare, "prepare", prepared)
-    monkeypatch.setattr(process_engine, "ProcessEngine", engine)
 
 
 def run_batch(given: Path, output: Path) -> Result:

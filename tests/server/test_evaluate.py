@@ -120,7 +120,7 @@ def test_a_k_is_held_against_that_of_the_chosen_draft(
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.deep
+@pytest.mark.usefixtures("in_this_process")
 def test_only_what_drafted_is_named(target: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     pair = [str(target), "--set", "draft.model=not-there", "--set", "speculation.proposer=ngram"]
