@@ -1,6 +1,5 @@
 """How many drafts each sequence of a step gets, and which source makes them."""
 
-from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -38,6 +37,7 @@ class Drafting:
         self._open: list[Request] = []
         self._owns: list[OwnAcceptance] = []
         self._named: list[int] = []
+        self._worth: Worth | None = None  # of looked-up drafts in this step, if it was asked for
         # How many masks of its grammar each sequence may ask for in this step, where it matters.
         self._num_questions: dict[Request, int] = {}
         self._num_steps = 0
@@ -77,7 +77,7 @@ class Drafting:
         """Choose the numbers of drafts for a step that also computes these prompts."""
         adaptive, before = self._sequences.adaptive, self._decoding
         self._decoding = decoding
-        self.__dict__.pop("worth", None)
+        self._worth = None
         if adaptive is None:
             return
         # Mostly they are those of the step before. Who was left out there may have a draft now.
@@ -98,13 +98,13 @@ class Drafting:
         self._chosen = dict(zip(self._open, chosen, strict=True)) if self.k > 0 else {}
         self.least_chance = adaptive.least_chance(len(decoding))
 
-    @cached_property
     def worth(self) -> Worth:
         """Of looked-up drafts in this step; most steps have none, and need not know."""
-        if self._sequences.adaptive is not None:
-            return self._sequences.adaptive.worth(len(self._decoding))
-        num_seqs = max(1, len(self._decoding))
-        return Worth(num_seqs, ROW_COST / num_seqs)
+        if self._worth is None:
+            adaptive, num_seqs = self._sequences.adaptive, max(1, len(self._decoding))
+            unknown = Worth(num_seqs, ROW_COST / num_seqs)
+            self._worth = unknown if adaptive is None else adaptive.worth(num_seqs)
+        return self._worth
 
     def prepare(self, decoding: list[Request]) -> None:
         """Have the sources make ready for those of these sequences that decode by a grammar."""
@@ -146,7 +146,7 @@ class Drafting:
     def forgo_lookups_that_do_not_pay(self, plan: Plan) -> None:
         """Take looked-up drafts back if all of the step's together are not worth their cost."""
         wished = [scheduled for scheduled in plan.scheduled if scheduled.wish is not None]
-        if wished and not self.worth.pays:
+        if wished and not self.worth().pays:
             for scheduled in wished:
                 scheduled.forgo_lookup()
 
@@ -166,7 +166,7 @@ class Drafting:
             return
         best, count, gain = None, 0, self._sequences.acceptance.expected(scheduled.max_drawn)
         for wish in wishes:
-            num_drafts, expected = self.worth.best(wish.chances[:most])
+            num_drafts, expected = self.worth().best(wish.chances[:most])
             if expected > gain * (1 + wish.waits):
                 best, count, gain = wish, num_drafts, expected / (1 + wish.waits)
         if best is None:
@@ -176,33 +176,26 @@ class Drafting:
             scheduled.max_drawn = scheduled.max_drafts = 0
             return
         scheduled.max_drafts = count
-        self.worth.take(count, gain)
+        self.worth().take(count, gain)
 
     def _may_draft(self, request: Request) -> bool:
         """Whether anything may draft for it in the next step."""
-        return self._may_look_up(request) or self._num_wanted(request) > 0
-
-    def _may_look_up(self, request: Request) -> bool:
-        return (
-            request.speculates
-            and request.params.num_speculative_tokens != 0
-            and self._proposer.looks_up(request)
-        )
+        looks_up = self._may_look_up(request) and self._proposer.looks_up(request)
+        return looks_up or self._num_wanted(request) > 0
 
     def _is_due(self, request: Request) -> bool:
         """Whether drafts of it are looked up in the next step."""
-        return (
-            len(request.token_ids) >= request.next_wish
-            and request.speculates
-            and request.params.num_speculative_tokens != 0
-        )
+        return len(request.token_ids) >= request.next_wish and self._may_look_up(request)
+
+    def _may_look_up(self, request: Request) -> bool:
+        return request.speculates and request.params.num_speculative_tokens != 0
 
     def would_draft(self, request: Request) -> bool:
         """Whether something is likely to draft for it in the next step."""
         if self._num_wanted(request) > 0:
             return True
         wishes = self._proposer.wishes(request) if self._is_due(request) else ()
-        likely = [wish for wish in wishes if self.worth.best(wish.chances)[0]]
+        likely = [wish for wish in wishes if self.worth().best(wish.chances)[0]]
         for wish in likely:
             self._proposer.grant(request, wish)  # once the tokens before are known
         return bool(likely)

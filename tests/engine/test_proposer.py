@@ -132,9 +132,7 @@ def test_the_joint_of_all_sources_in_one_batch_is_the_targets(
     engine.worker.proposer.propose = noted  # type: ignore[method-assign]
     # Lookups would soon be known not to pay in such a text.
     free = Worth(1, 1e-6)
-    engine.scheduler.drafting.choose_k = lambda *_: setattr(  # type: ignore[method-assign]
-        engine.scheduler.drafting, "worth", free
-    )
+    engine.scheduler.drafting.worth = lambda: free  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=4, verification=rule)  # type: ignore[arg-type]
     truth = joint(target, [2, 0, 3, 2], params)
     counts = sample(
@@ -188,6 +186,6 @@ def test_who_expects_more_accepted_drafts_drafts(tiny_model: Tiny) -> None:
     for by_position, source in ((0.95, None), (0.1, "suffix")):
         engine.sequences.acceptance.by_position[:] = [by_position] * K
         scheduled = ScheduledRequest(request, 5)
-        drafting.worth = Worth(1, 0.05)
+        drafting.worth = lambda: Worth(1, 0.05)  # type: ignore[method-assign]
         drafting.set_drafts(scheduled, K, 32)
         assert (scheduled.wish and scheduled.wish.source) == source
