@@ -8,8 +8,7 @@ In mixtures, mlp is a sum over experts; see qwen2_moe.py. All norms but those of
 multiply by 1 + w. RoPE rotates the first quarter of a head.
 """
 
-from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
@@ -26,7 +25,6 @@ from .qwen2_moe import Qwen2Moe
 class Hybrid(Llama):
     """`layer_types` says which layers are delta nets."""
 
-    model_types: ClassVar[tuple[str, ...]] = ()
     fields = Llama.fields | {
         "layer_types", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads",
         "linear_num_value_heads", "linear_value_head_dim",
@@ -88,7 +86,6 @@ class Hybrid(Llama):
 class Mixture(Hybrid, Qwen2Moe):
     """Its MLPs are experts, as in Qwen2's mixtures."""
 
-    model_types: ClassVar[tuple[str, ...]] = ()
     fields = Hybrid.fields | Qwen2Moe.fields
 
 
@@ -104,9 +101,9 @@ class Qwen3_5Moe(Mixture):
 
     model_types = ("qwen3_5_moe_text",)
     by_key_head = False
-    fixed = MappingProxyType(
-        {"decoder_sparse_step": 1, "mlp_only_layers": (), "norm_topk_prob": True}
-    )
+    fixed: ClassVar[dict[str, Any]] = {
+        "decoder_sparse_step": 1, "mlp_only_layers": (), "norm_topk_prob": True
+    }  # fmt: skip
 
 
 class Qwen3Next(Mixture):
