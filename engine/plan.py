@@ -10,7 +10,7 @@ import numpy as np
 
 from .api import SourceName, TokenLogprobs
 from .memory.sequence import SequenceMemory
-from .request import Request
+from .request import Request, Wants
 
 # (whether any sequence filters, whether any draws): kernels leave out what is not needed.
 SAMPLING_KINDS = ((True, True), (False, True), (False, False))
@@ -178,18 +178,25 @@ class Plan:
         return any(concerned)
 
     @cached_property
-    def returns_drafts(self) -> bool:
-        return any(s.request.returns_drafts for s in self.drawing)
+    def wants(self) -> Wants:
+        """What any drawing sequence wants."""
+        return wants_of(self.drawing)
 
     @property
     def num_prompt_logits(self) -> int:
         return sum([s.num_prompt_logits for s in self.scheduled])
 
 
+def wants_of(scheduled: list[ScheduledRequest]) -> Wants:
+    """What any of these sequences wants; there must be one."""
+    each = {s.request.wants for s in scheduled}  # mostly all want the same
+    return Wants(*map(any, zip(*each, strict=True)))
+
+
 def sampling_kind(drawing: list[ScheduledRequest]) -> tuple[bool, bool]:
     """The SAMPLING_KINDS entry of these sequences."""
-    kinds = {s.request.sampling_kind for s in drawing}
-    return any(filters for filters, _ in kinds), any(draws for _, draws in kinds)
+    filters, draws, *_ = wants_of(drawing)
+    return filters, draws
 
 
 def slots_of(scheduled: list[ScheduledRequest]) -> np.ndarray:

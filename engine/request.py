@@ -1,7 +1,7 @@
 """What the host knows of one sequence, from submission to its last token."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .acceptance import OwnAcceptance
 from .api import FinishReason, NewRequest, RequestOutput, SamplingParams, Verification
@@ -10,6 +10,15 @@ from .memory.sequence import SequenceMemory
 if TYPE_CHECKING:
     from .grammars.grammar import Grammar
     from .logits_processors import LogitsProcessor
+
+
+class Wants(NamedTuple):
+    """What verification does for a sequence, or for any of several, besides what it always does."""
+
+    filters: bool
+    draws: bool
+    logprobs: bool
+    drafts: bool  # to be returned
 
 
 class Request:
@@ -34,8 +43,12 @@ class Request:
         self.num_prompt_tokens = len(new.prompt_token_ids)
         # Where it ends at the latest; the engine also knows how long a sequence may be.
         self.max_len = self.num_prompt_tokens + new.params.max_tokens
-        # Whether it filters and whether it draws.
-        self.sampling_kind = new.params.is_filtered, new.params.temperature > 0
+        self.wants = Wants(
+            new.params.is_filtered,
+            new.params.temperature > 0,
+            new.params.logprobs is not None,
+            new.returns_drafts,
+        )
         self.turn = (new.priority, 0)  # sort key; the scheduler sets the order of arrival
         self.logits_processors: list[tuple[str, LogitsProcessor]] = []
         # Whether the host must know all its tokens before anything is drafted for it.
@@ -51,7 +64,6 @@ class Request:
         self.num_drafts_in_flight: int | None = None
         # Which ones, as far as the host knows; None: a model drafts them on the device.
         self.drafts_in_flight: list[int] | None = []
-        self.returns_drafts = new.returns_drafts
         self.reports_prompt = new.reports_prompt
         self.predicted_token_ids = new.predicted_token_ids
         self.sources = new.sources

@@ -63,6 +63,7 @@ class DeviceMemory:
         self._groups = [
             Pages(num, page_size, spec.window) for spec, num in zip(specs, num_pages, strict=True)
         ]
+        self._has_windows = len(self._groups) > 1
         self._pages_with_draft: set[int] = set()  # whose draft KV is right
         self.states = states if prefix_caching else None
         self._announcements = None
@@ -253,7 +254,7 @@ class DeviceMemory:
             self._record(memory)
         if self.states is not None:
             self.states.keep(memory, self._groups[0])
-        if len(self._groups) > 1:
+        if self._has_windows:
             self._give_back_behind_windows(memory)
 
     def advance(self, memory: SequenceMemory, num_accepted: int, draft_end: int | None) -> None:
@@ -267,7 +268,7 @@ class DeviceMemory:
         memory.num_draft_computed_tokens = min(memory.num_draft_computed_tokens, num_valid)
         if memory.has_unrecorded_pages(self.page_size):
             self._record(memory)
-        if len(self._groups) > 1:
+        if self._has_windows:
             self._give_back_behind_windows(memory)
 
     def _record(self, memory: SequenceMemory) -> None:

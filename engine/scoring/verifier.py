@@ -14,7 +14,7 @@ from outrider.kernels.verify.verify import verify
 
 from ..api import MAX_LOGPROBS
 from ..logit_edits import LogitEdits, RequestRows
-from ..plan import SAMPLING_KINDS, Plan, sampling_kind, slots_of
+from ..plan import SAMPLING_KINDS, Plan, slots_of
 from ..state.host_copy import on_host, uploaded
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP, aligned
@@ -82,13 +82,14 @@ class Verifier:
             return None
         slots_np, num_drafts_np = slots_of(drawing), plan.num_drafts_np
         drafts = []
-        if plan.returns_drafts:  # before verification overwrites the rejected ones
+        wants = plan.wants
+        if wants.drafts:  # before verification overwrites the rejected ones
             slot = uploaded(slots_np, self._slots.device)
             drafts = [self._slots.state.drafts(slot, self._slots.max_drafts)]
         edited_np = self._edits.asked_by(slots_np)
         if edited_np.any():
             edited_np &= ~np.array([s.is_void for s in drawing])
-        kind = sampling_kind(drawing)
+        kind = wants.filters, wants.draws
         if edited_np.all():
             drawn = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)
         elif not edited_np.any():
@@ -99,8 +100,7 @@ class Verifier:
             drawn = self._verify_slots(others_np, num_drafts_np, kind, logits)
             index = uploaded(edited_np.nonzero()[0], drawn.device)
             drawn[index] = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)
-        asks = [s.request.params.logprobs is not None for s in drawing]
-        logprobs = self._gather(plan, logits, drawn, np.array(asks)) if any(asks) else ()
+        logprobs = self._gather(plan, logits, drawn) if wants.logprobs else ()
         return on_host(drawn, *drafts, *logprobs)  # the only copy that every step makes
 
     def _verify_edited(
@@ -165,7 +165,7 @@ class Verifier:
         if drawn is None:
             return
         drawn_np, *others_np = drawn
-        drafts_np = others_np.pop(0) if plan.returns_drafts else None
+        drafts_np = others_np.pop(0) if plan.wants.drafts else None
         first = 0  # row of the next sequence that wants logprobs
         counts_np = (drawn_np[:, :-1] >= 0).sum(1)  # mostly few of the columns
         rows, counts = drawn_np[:, : counts_np.max()].tolist(), counts_np.tolist()
@@ -175,7 +175,7 @@ class Verifier:
         if drafts_np is None and not others_np:
             return
         for i, scheduled in enumerate(plan.drawing):
-            if drafts_np is not None and scheduled.request.returns_drafts:
+            if drafts_np is not None and scheduled.request.wants.drafts:
                 scheduled.draft_token_ids = drafts_np[i, : scheduled.num_drafts].tolist()
             num_top = scheduled.request.params.num_alternatives
             if num_top is not None:
@@ -223,12 +223,13 @@ class Verifier:
         packed[0, 1:] = np.cumsum(packed[2, :-1] + 1)
         return packed
 
-    def _gather(self, plan: Plan, logits: Tensor, drawn: Tensor, asking_np: np.ndarray) -> Logprobs:
+    def _gather(self, plan: Plan, logits: Tensor, drawn: Tensor) -> Logprobs:
         """Raw logprobs of every row of the sequences that ask for them.
 
         Rows of rejected drafts are included: the host does not know yet which they are, and the
-        next pass overwrites the logits. Shape: drawn [B, K + 2], asking_np [B].
+        next pass overwrites the logits. Shape: drawn [B, K + 2].
         """
+        asking_np = np.array([s.request.wants.logprobs for s in plan.drawing])
         num_rows_np = plan.num_drafts_np + 1
         # In `drawn`, a sequence's row takes the place of its slot.
         rows = RequestRows.in_turn(np.arange(len(drawn)), num_rows_np)

@@ -154,9 +154,10 @@ class Slots:
     def _scatter(
         self, table: Tensor, slots_np: np.ndarray, columns_np: np.ndarray, values_np: np.ndarray
     ) -> None:
-        entries_np = np.stack((slots_np, columns_np, values_np))
-        slots, columns, values = uploaded(entries_np, self.device)
-        table[slots, columns] = values.int()
+        # By one index: indexing by two takes the host four times as long.
+        entries_np = np.stack((slots_np * table.shape[1] + columns_np, values_np))
+        places, values = uploaded(entries_np, self.device)
+        table.view(-1).put_(places, values.int())
 
 
 def _as_int64(seed: int) -> int:
