@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from gathered_attention import gathered_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -33,41 +32,23 @@ DEVICE = "cuda"
 
 
 class Way(NamedTuple):
-    """How our kernel is launched."""
+    """How our kernels are launched."""
 
     name: str
-    options: dict[str, int] | None = None  # instead of those that `paged_attention` chooses
     in_fp8: bool = False
     batch_invariant: bool = True
-    gathered: dict[str, Any] | None = None  # by `gathered_attention`, with these options
     page: int = PAGE
+    in_triton: bool = False  # by the kernel of other GPUs
 
 
-def ways(head_dim: int) -> list[Way]:
-    def tiled(block: int, stages: int, warps: int = 8) -> Way:
-        options = {"BLOCK_N": block, "num_stages": stages, "num_warps": warps}
-        return Way(f"ours, {block} x {stages}, {warps} warps", options)
-
-    def gathered(warps: int = 8, stages: int = 3, **options: Any) -> Way:
-        name = f"gathered, {warps} warps, {stages} stages {' '.join(options)}"
-        page = options.pop("page", PAGE)
-        options = {"num_warps": warps, "num_stages": stages, **options}
-        return Way(f"pages of {page}: {name}", gathered=options, page=page)
-
-    found = [
-        Way("ours"),
-        Way("ours, not batch-invariant", batch_invariant=False),
-        Way("ours, FP8 pages", in_fp8=True),
-        gathered(),
-        gathered(stages=2),
-        gathered(page=64),
-        Way("ours, pages of 64", page=64),
-        gathered(specialize=True),
-        gathered(warps=4, specialize=True),
-    ]
-    if head_dim == 256:
-        return [*found, tiled(32, 2), tiled(32, 2, 16), tiled(64, 1), tiled(64, 1, 16)]
-    return [*found, tiled(64, 2), tiled(64, 4), tiled(128, 2)]
+WAYS = [
+    Way("ours"),
+    Way("ours, FP8 pages", in_fp8=True),
+    Way("ours, pages of 64", page=64),
+    Way("ours, not batch-invariant", batch_invariant=False),
+    Way("in Triton", in_triton=True),
+    Way("in Triton, FP8 pages", in_triton=True, in_fp8=True),
+]
 
 
 class Inputs(NamedTuple):
@@ -120,15 +101,13 @@ def call(way: Way, x: Inputs, first: int = 0, end: int | None = None) -> Callabl
     scale = query.shape[-1] ** -0.5
 
     def run() -> Tensor:
-        if way.gathered is not None and end - first > 16:
-            return gathered_attention(query, keys, values, items, table, scale, **way.gathered)
-        tiling = attention._tiling
-        if way.options and end - first > 16:
-            attention._tiling = lambda *_: way.options
+        has_warpgroups = attention._has_warpgroups
+        if way.in_triton:
+            attention._has_warpgroups = lambda *_: False
         try:
             return attention.paged_attention(query, keys, values, items, table, scale)
         finally:
-            attention._tiling = tiling
+            attention._has_warpgroups = has_warpgroups
 
     return run
 
@@ -173,7 +152,7 @@ def faults(way: Way, x: Inputs) -> str:
     )[0].transpose(0, 1)
     error = ((whole - exact).norm() / exact.norm()).item()
     found = "" if error < (0.06 if way.in_fp8 else 0.006) else f" WRONG by {error:.1%}"
-    if way.batch_invariant and (way.options or {}).get("BLOCK_N", 64) == 64:
+    if way.batch_invariant:
         for first, end in (
             (0, 300),
             (300, 1000),
@@ -209,7 +188,7 @@ def main() -> None:
     warm_ups = [
         run
         for head_dim in args.head_dims
-        for way in ways(head_dim)
+        for way in WAYS
         for run in (call(way, small[head_dim]), call(way, small[head_dim], 1535))
     ]
     print(attempt(lambda: compile_together(warm_ups, torch.device(DEVICE))) or "", end="")
@@ -223,7 +202,7 @@ def main() -> None:
         ):
             of_sizes = [library(backend, x) for x in inputs]
             show(f"{head_dim} {name}", of_sizes, args.tokens, head_dim, "", until_s)
-        for way in ways(head_dim):
+        for way in WAYS:
             if time.monotonic() > until_s:
                 print(f"{head_dim} {way.name}: no time left")
                 continue

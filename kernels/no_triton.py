@@ -37,7 +37,7 @@ def gdc_launch_dependents() -> None: ...
 def gdc_wait() -> None: ...
 
 
-AsyncCompileMode = object
+AsyncCompileMode = TensorDescriptor = object
 
 
 class _Constant:

@@ -6,10 +6,26 @@ There the references run, and launching a kernel raises an error that names what
 try:
     import triton
     import triton.language as tl
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:
+    from . import no_triton as gluon
     from . import no_triton as triton
-    from .no_triton import gdc_launch_dependents, gdc_wait
+    from .no_triton import TensorDescriptor, gdc_launch_dependents, gdc_wait
+    from .no_triton import language as gl
+    from .no_triton import language as hopper
     from .no_triton import language as tl
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "tl", "triton"]
+__all__ = [
+    "TensorDescriptor",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "gl",
+    "gluon",
+    "hopper",
+    "tl",
+    "triton",
+]

@@ -24,6 +24,7 @@ BATCH_INVARIANT_UNIT = 512  # measured on an H200: less would cost many sequence
 _MAX_GROWN_SPLITS = tl.constexpr(16)
 _MOST_DOUBLINGS = 16  # of a unit
 _NO_UNIT = 1 << 30  # no sequence is split
+PROMPT_ROWS = 128  # rows, times query heads of a KV head, of an item of a prompt
 WIDTH = tl.constexpr(9)  # of an item; see the kernel
 
 
@@ -65,7 +66,7 @@ def list_items(
     # Few rows a sequence: decodes and verifications. Many: prefill chunks.
     rows_per_req = triton.cdiv(num_rows, num_reqs)
     is_prefill = rows_per_req > 16
-    block_m = 128 if is_prefill else min(64, triton.next_power_of_2(rows_per_req * group))
+    block_m = PROMPT_ROWS if is_prefill else min(64, triton.next_power_of_2(rows_per_req * group))
     block_m = max(16, block_m, triton.next_power_of_2(group))
     block_q = block_m // group
     # Sequence i starts at row block cu_seqlens_q[i] // block_q + i.

@@ -172,13 +172,26 @@ def scaled(num_out: int, num_rows: int) -> None:
     scaled_linear(empty(num_rows, 4096), matrix._replace(rounds_inputs=True))
 
 
-def attention(num_seqs: int, rows_each: int, batch_invariant: bool) -> None:
+def attention(
+    num_seqs: int, rows_each: int, batch_invariant: bool, dtype: torch.dtype = torch.bfloat16
+) -> None:
     num_rows, page = num_seqs * rows_each, 16
     begins = empty(num_seqs + 1, dtype=torch.int32)
     lens, slots = empty(2, num_seqs, dtype=torch.int64)
     items = list_items(begins, lens, slots, num_rows, 8, 4, 4096, batch_invariant=batch_invariant)
-    cache, pages = empty(1, page, 8, 128), empty(num_seqs, 4096 // page, dtype=torch.int32)
+    cache = empty(1, page, 8, 128, dtype=dtype)
+    pages = empty(num_seqs, 4096 // page, dtype=torch.int32)
     paged_attention(empty(num_rows, 32, 128), cache, cache, items, pages, 1.0)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_prompts_do_not_overwrite_what_is_multiplied(dtype: torch.dtype) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        attention(1, 300, True, dtype)
+    assert "warp_specialize" in kernels[-1].asm["ttgir"]
+    assert kernels[-1].metadata.shared <= machine_code.H100.shared_bytes
+    check(kernels[-1:])
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3, 64])

@@ -1,0 +1,328 @@
+"""Attention of prompts on a Hopper GPU: `paged_attention` where its programs hold many rows.
+
+A program has two warpgroups, each of which computes 64 rows, and a few warps that copy keys and
+values into shared memory some blocks ahead. A warpgroup's tensor cores multiply the next block's
+keys and this block's values while the warpgroup computes weights (FlashAttention-3,
+arXiv:2407.08608). Triton cannot say that much, so this is written in Gluon, its lower level.
+
+A row is summed as `paged_attention` does it, over the same blocks and splits in the same order, so
+its bits are the same.
+"""
+
+import torch
+from torch import Tensor
+
+from .._dispatch import num_programs
+from ..triton_or_none import TensorDescriptor, gl, gluon, hopper
+from .attention_items import PROMPT_ROWS, WIDTH, AttentionItems, split_of, start_of
+from .fp8 import as_bytes
+from .prompt_blocks import AHEAD, BLOCK, barriers_of, item_of, load_blocks, tokens_of
+from .softmax_sums import LOG2_E, add
+
+mbarrier = hopper.mbarrier
+
+_ROWS = gl.constexpr(PROMPT_ROWS // 2)  # of a warpgroup
+_SUMS = gl.constexpr(8)  # columns of a product with ones: the fewest that a warpgroup can do
+
+
+def prompt_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    items: AttentionItems,
+    block_table: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """As `paged_attention`, where that finds it able to.
+
+    Shape:
+        query: [T, num_heads, dim]
+        k_cache, v_cache: [num_pages, page_size, num_kv_heads, dim]
+        returns: [T, num_heads, dim]
+    """
+    num_rows, num_heads, dim = query.shape
+    page_size, num_kv_heads = k_cache.shape[1:3]
+    in_fp8 = k_cache.dtype == torch.float8_e4m3fn
+    # A copy's rows are of 128 bytes at most, as tensor cores want them in shared memory.
+    size = k_cache.element_size()
+    span = min(128 // size, dim)
+    caches = [
+        TensorDescriptor.from_tensor(
+            as_bytes(cache).view(-1, num_kv_heads * dim),
+            [min(page_size, BLOCK.value), span],
+            gl.NVMMASharedLayout(span * size, 8 * size),
+        )
+        for cache in (k_cache, v_cache)
+    ]
+    out = torch.empty(num_rows, num_heads, dim, dtype=query.dtype, device=query.device)
+    grid = min(num_programs(query.device, 1), len(items.items) * num_kv_heads)
+    _prompt_attention_kernel[(grid,)](
+        out,
+        query,
+        *caches,
+        block_table,
+        items.items,
+        items.num_items,
+        query if sinks is None else sinks,
+        scale * k_scale if in_fp8 else scale,
+        v_scale,
+        window or 0,
+        block_table.stride(0),
+        *query.stride()[:2],
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        DIM=dim,
+        PAGE=page_size,
+        STAGES=2 if dim == 256 else 3 if in_fp8 else 4,
+        HAS_WINDOW=window is not None,
+        HAS_SINKS=sinks is not None,
+        IN_FP8=in_fp8,
+        num_warps=4,
+    )
+    return out
+
+
+@gluon.jit
+def _weights_of(
+    logits, start, position, first_position, last_position, best, factor, window,
+    LOGITS: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """A block's weights, the new maximum, and what the sums so far are to be multiplied with."""
+    is_masked = start + BLOCK > first_position + 1
+    if HAS_WINDOW:
+        is_masked |= start <= last_position - window
+    if is_masked:
+        n = start + gl.arange(0, BLOCK, gl.SliceLayout(0, LOGITS))[None, :]
+        visible = n <= position[:, None]
+        if HAS_WINDOW:
+            visible &= n > position[:, None] - window
+        logits = gl.where(visible, logits, float("-inf"))
+    new_best = gl.maximum(best, gl.max(logits, 1) * factor)
+    # A row that has seen nothing yet has -inf; subtracting that would give NaN.
+    shift = gl.where(new_best > float("-inf"), new_best, 0.0)
+    weights = gl.exp2(gl.fma(logits, factor, -shift[:, None]))
+    return weights, new_best, gl.exp2(best - shift)
+
+
+@gluon.jit
+def _without_strangers(tile, start, begin, end, LOADED: gl.constexpr):
+    """Zero the values of tokens that no row sees: 0 times NaN would be NaN.
+
+    Both warpgroups do, which is harmless.
+    """
+    if (start < begin) | (start + BLOCK > end):
+        n = start + gl.arange(0, BLOCK, gl.SliceLayout(1, LOADED))
+        is_seen = (n >= begin) & (n < end)
+        tile.store(gl.where(is_seen[:, None], tile.load(LOADED), 0.0))
+        hopper.fence_async_shared()
+
+
+@gluon.jit
+def _attend(
+    WHICH: gl.constexpr, rows, work, queries, ones, tiles, has, free,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
+):  # fmt: skip
+    """The first or second 64 rows of all items. One warpgroup."""
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    TOTAL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SUMS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    k_tiles, v_tiles = tiles
+    has_keys, has_values = has
+    keys_free, values_free = free
+    items_ptr, num_items, window = work
+    out_ptr, query_ptr, sinks_ptr, query_stride_t, query_stride_h, scale, v_scale = rows
+    dtype: gl.constexpr = query_ptr.dtype.element_ty
+    factor = scale * LOG2_E
+    query_tile = queries.index(WHICH)
+    no_logits = gl.zeros([_ROWS, BLOCK], gl.float32, LOGITS)
+    block = 0
+    for turn in range((num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        item = item_of(turn)
+        if item < num_items:
+            item_ptr = items_ptr + item // NUM_KV_HEADS * WIDTH
+            first_head = item % NUM_KV_HEADS * GROUP
+            first_row, num_rows = gl.load(item_ptr), gl.load(item_ptr + 1)
+            first_position, unit = gl.load(item_ptr + 2), gl.load(item_ptr + 5)
+            begin, end, first = tokens_of(item_ptr, window, HAS_WINDOW)
+
+            m = WHICH * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LOADED))
+            row = (first_row + m // GROUP).to(gl.int64) * query_stride_t
+            at = row + (first_head + m % GROUP).to(gl.int64) * query_stride_h
+            d = gl.arange(0, DIM, gl.SliceLayout(0, LOADED))[None, :]
+            is_row = m < num_rows * GROUP
+            query_tile.store(gl.load(query_ptr + at[:, None] + d, mask=is_row[:, None], other=0.0))
+            hopper.fence_async_shared()
+
+            m = WHICH * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LOGITS))
+            position = first_position + m // GROUP
+            best = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
+            total = gl.zeros([_ROWS, _SUMS], gl.float32, TOTAL)
+            acc = gl.zeros([_ROWS, DIM], gl.float32, ACC)
+            # Sums of the splits before the present one.
+            past_best = gl.full([_ROWS], float("-inf"), gl.float32, ROW)
+            past_total = gl.zeros([_ROWS], gl.float32, ROW)
+            past_acc = gl.zeros([_ROWS, DIM], gl.float32, ACC)
+            next_split = start_of(split_of(begin, unit) + 1, unit)
+
+            stage, phase = block % STAGES, block // STAGES & 1
+            mbarrier.wait(has_keys.index(stage), phase)
+            keys = k_tiles.index(stage).permute((1, 0))
+            logits = hopper.warpgroup_mma(query_tile, keys, no_logits, use_acc=False)
+            mbarrier.arrive(keys_free.index(stage), count=1)
+            weights, best, decay = _weights_of(
+                logits, first, position, first_position, end - 1, best, factor, window,
+                LOGITS, HAS_WINDOW,
+            )  # fmt: skip
+            rounded = weights.to(dtype)
+            for start in range(first + BLOCK, end, BLOCK):
+                # Logits of this block, while the one before is added to the sums.
+                last_stage, last_phase = stage, phase
+                block += 1
+                stage, phase = block % STAGES, block // STAGES & 1
+                mbarrier.wait(has_keys.index(stage), phase)
+                keys = k_tiles.index(stage).permute((1, 0))
+                logits = hopper.warpgroup_mma(
+                    query_tile, keys, no_logits, use_acc=False, is_async=True
+                )
+                mbarrier.wait(has_values.index(last_stage), last_phase)
+                if HAS_WINDOW:
+                    _without_strangers(v_tiles.index(last_stage), start - BLOCK, begin, end, LOADED)
+                left = gl.convert_layout(rounded, gl.DotOperandLayout(0, ACC, 2))
+                left_t = gl.convert_layout(rounded, gl.DotOperandLayout(0, TOTAL, 2))
+                acc = hopper.warpgroup_mma(left, v_tiles.index(last_stage), acc, is_async=True)
+                total = hopper.warpgroup_mma(left_t, ones.permute((1, 0)), total, is_async=True)
+                logits = hopper.warpgroup_mma_wait(2, deps=[logits])
+                mbarrier.arrive(keys_free.index(stage), count=1)
+                is_new = start >= next_split
+                weights, new_best, decay = _weights_of(
+                    logits, start, position, first_position, end - 1,
+                    gl.where(is_new, float("-inf"), best), factor, window, LOGITS, HAS_WINDOW,
+                )  # fmt: skip
+                # A branch, whose outcome is known: else the assembler would move the making of the
+                # weights behind the wait for the sums.
+                mbarrier.wait(has_values.index(last_stage), last_phase)
+                acc, total, left, left_t, weights = hopper.warpgroup_mma_wait(
+                    0, deps=[acc, total, left, left_t, weights]
+                )
+                mbarrier.arrive(values_free.index(last_stage), count=1)
+                if is_new:
+                    past_best, past_total, past_acc = add(
+                        past_best, past_total, past_acc, gl.convert_layout(best, ROW),
+                        gl.convert_layout(gl.max(total, 1), ROW), acc,
+                    )  # fmt: skip
+                    next_split = start_of(split_of(start, unit) + 1, unit)
+                best = new_best  # where a split is new, `decay` is 0
+                acc *= gl.convert_layout(decay, ROW)[:, None]
+                total *= gl.convert_layout(decay, gl.SliceLayout(1, TOTAL))[:, None]
+                rounded = weights.to(dtype)
+            mbarrier.wait(has_values.index(stage), phase)
+            last = (end - 1) // BLOCK * BLOCK
+            _without_strangers(v_tiles.index(stage), last, begin, end, LOADED)
+            left = gl.convert_layout(rounded, gl.DotOperandLayout(0, ACC, 2))
+            left_t = gl.convert_layout(rounded, gl.DotOperandLayout(0, TOTAL, 2))
+            acc = hopper.warpgroup_mma(left, v_tiles.index(stage), acc, is_async=True)
+            total = hopper.warpgroup_mma(left_t, ones.permute((1, 0)), total, is_async=True)
+            acc, total, left, left_t = hopper.warpgroup_mma_wait(0, deps=[acc, total, left, left_t])
+            mbarrier.arrive(values_free.index(stage), count=1)
+            block += 1
+
+            past_best, past_total, acc = add(
+                past_best, past_total, past_acc, gl.convert_layout(best, ROW),
+                gl.convert_layout(gl.max(total, 1), ROW), acc,
+            )  # fmt: skip
+            m = WHICH * _ROWS + gl.arange(0, _ROWS, ROW)
+            head = first_head + m % GROUP
+            is_row = m < num_rows * GROUP
+            if HAS_SINKS:
+                sink = gl.load(sinks_ptr + head, mask=is_row, other=0.0).to(gl.float32) * LOG2_E
+                one = gl.full([_ROWS], 1.0, gl.float32, ROW)
+                no_value = gl.zeros([_ROWS, DIM], gl.float32, ACC)
+                past_best, past_total, acc = add(past_best, past_total, acc, sink, one, no_value)
+            acc *= v_scale
+            out = (acc / gl.where(past_total > 0, past_total, 1.0)[:, None]).to(dtype)
+            at = ((first_row + m // GROUP).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head) * DIM
+            d = gl.arange(0, DIM, gl.SliceLayout(0, ACC))[None, :]
+            gl.store(out_ptr + at[:, None] + d, out, mask=is_row[:, None])
+
+
+@gluon.jit(do_not_specialize=["window", "block_table_stride"])
+def _prompt_attention_kernel(
+    out_ptr,  # [T, num_heads, DIM]
+    query_ptr,  # [T, num_heads, DIM]
+    k_cache,  # [num_pages * PAGE, num_kv_heads * DIM]: a descriptor
+    v_cache,
+    block_table_ptr,  # [num_slots, pages]
+    items_ptr,  # [most items possible, WIDTH]
+    num_items_ptr,  # [1]
+    sinks_ptr,  # [num_heads], if HAS_SINKS
+    scale,
+    v_scale,
+    window,
+    block_table_stride,
+    query_stride_t,
+    query_stride_h,
+    NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    PAGE: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    IN_FP8: gl.constexpr,
+):
+    """Each program strides over the items, all its warps in step."""
+    dtype: gl.constexpr = query_ptr.dtype.element_ty
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    PART: gl.constexpr = min(PAGE, BLOCK)
+    num_items = gl.load(num_items_ptr) * NUM_KV_HEADS
+    queries = gl.allocate_shared_memory(dtype, [2, _ROWS, DIM], TILE)
+    ones = gl.allocate_shared_memory(dtype, [_SUMS, BLOCK], TILE)
+    ones.store(gl.full(ones.shape, 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
+    # A tile is made up of parts, as they are copied.
+    NUM: gl.constexpr = STAGES * (DIM // 64) * (BLOCK // PART)
+    k_parts = gl.allocate_shared_memory(dtype, [NUM, PART, 64], TILE)
+    v_parts = gl.allocate_shared_memory(dtype, [NUM, PART, 64], TILE)
+    parts = (k_parts, v_parts)
+    tiles = (
+        k_parts._reinterpret(dtype, [STAGES, BLOCK, DIM], TILE),
+        v_parts._reinterpret(dtype, [STAGES, BLOCK, DIM], TILE),
+    )
+    has = (barriers_of(STAGES, 1), barriers_of(STAGES, 1))
+    free = (barriers_of(STAGES, 2), barriers_of(STAGES, 2))  # of both warpgroups
+    copied, codes = has, tiles
+    if IN_FP8:
+        CODES: gl.constexpr = gl.NVMMASharedLayout(min(DIM, 128), 8)
+        COUNT: gl.constexpr = AHEAD * (BLOCK // PART)
+        k_codes = gl.allocate_shared_memory(gl.uint8, [COUNT, PART, DIM], CODES)
+        v_codes = gl.allocate_shared_memory(gl.uint8, [COUNT, PART, DIM], CODES)
+        parts = (k_codes, v_codes)
+        codes = (
+            k_codes._reinterpret(gl.uint8, [AHEAD, BLOCK, DIM], CODES),
+            v_codes._reinterpret(gl.uint8, [AHEAD, BLOCK, DIM], CODES),
+        )
+        copied = (barriers_of(AHEAD, 1), barriers_of(AHEAD, 1))
+    hopper.fence_async_shared()
+    work = (items_ptr, num_items, window)
+    rows = (out_ptr, query_ptr, sinks_ptr, query_stride_t, query_stride_h, scale, v_scale)
+    gl.warp_specialize(
+        [
+            (_attend, (
+                0, rows, work, queries, ones, tiles, has, free,
+                NUM_KV_HEADS, GROUP, DIM, STAGES, HAS_WINDOW, HAS_SINKS)),
+            (_attend, (
+                1, rows, work, queries, ones, tiles, has, free,
+                NUM_KV_HEADS, GROUP, DIM, STAGES, HAS_WINDOW, HAS_SINKS)),
+            (load_blocks, (
+                (k_cache, v_cache), block_table_ptr, block_table_stride, work, parts, copied,
+                codes, tiles, has, free, NUM_KV_HEADS, DIM, PAGE, STAGES, HAS_WINDOW, IN_FP8)),
+        ],
+        [4, 4 if IN_FP8 else 1],
+        [208 if IN_FP8 else 240, 96 if IN_FP8 else 24],
+    )  # fmt: skip
