@@ -6,20 +6,30 @@ There the references run, and launching a kernel raises an error that names what
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:
+    from . import no_triton as triton
+    from .no_triton import gdc_launch_dependents, gdc_wait
+    from .no_triton import language as tl
+
+try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    # Gluon's names change: later versions do not compile what is written in it here.
+    HAS_GLUON = triton.__version__.startswith(("3.6.", "3.7."))
 except ImportError:
     from . import no_triton as gluon
-    from . import no_triton as triton
-    from .no_triton import TensorDescriptor, gdc_launch_dependents, gdc_wait
+    from .no_triton import TensorDescriptor
     from .no_triton import language as gl
     from .no_triton import language as hopper
-    from .no_triton import language as tl
+
+    HAS_GLUON = False
 
 __all__ = [
+    "HAS_GLUON",
     "TensorDescriptor",
     "gdc_launch_dependents",
     "gdc_wait",

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .._dispatch import num_programs, shared_bytes
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
-from ..triton_or_none import tl, triton
+from ..triton_or_none import HAS_GLUON, tl, triton
 from .attention_items import PROMPT_ROWS, WIDTH, AttentionItems, split_of, start_of
 from .fp8 import as_bytes, from_e4m3
 from .prompt_attention import prompt_attention
@@ -137,7 +137,8 @@ def _has_warpgroups(query: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether `prompt_attention` computes prompts of such layers: on a Hopper GPU."""
     page_size, _, head_dim = k_cache.shape[1:]
     return (
-        query.is_cuda
+        HAS_GLUON
+        and query.is_cuda
         and torch.cuda.get_device_capability(query.device)[0] == 9
         and query.dtype in (torch.bfloat16, torch.float16)
         and k_cache.dtype in (query.dtype, torch.float8_e4m3fn)
