@@ -56,10 +56,6 @@ class Followers:
 
     def __init__(self, config: EngineConfig) -> None:
         """Start them; they load their shares meanwhile."""
-        if config.device != "cpu":
-            log.warning(
-                "target.tensor_parallel has been tested on CPUs; nobody has measured it on GPUs yet"
-            )
         size = config.target.tensor_parallel
         self.group = Group(0, size)
         # The file over which the ranks meet. It has no name, so that it goes with the last of them,

@@ -65,7 +65,7 @@ class TargetSettings(_ModelSettings):
         ge=1,
         description="Processes that share the target's layers, each with a GPU of its own; the "
         "draft is whole on the first unless draft.tensor_parallel is set. For targets that do not "
-        "fit on one GPU. Tested on CPUs; not yet measured on GPUs.",
+        "fit on one GPU.",
     )
     chat_template: Path | None = Field(
         default=None,

@@ -248,7 +248,6 @@ def _fit_by_sharing(too_large: Sequence[Suggestion], num_gpus: int, room_gb: flo
             if each.model not in builtin.BUILTINS and each.gb_of_first(n) <= room_gb:
                 return (
                     f". {each.model} fits on {n} of the {num_gpus} GPUs, with "
-                    f"{each.gb_of_first(n):.1f} GB on the first: --tensor-parallel {n}, which has "
-                    "not been measured yet"
+                    f"{each.gb_of_first(n):.1f} GB on the first: --tensor-parallel {n}"
                 )
     return ""
