@@ -71,6 +71,7 @@ class Request:
         self.grammar: Grammar | None = None  # the engine sets it; compiled by the first step
 
         self.speculates = True
+        self.looks_up = new.params.num_speculative_tokens != 0  # whether drafts may be looked up
         self.next_wish = 0.0  # how many tokens must be known before drafts are looked up again
         self.acceptance = OwnAcceptance()
         self.arrival_s = time.perf_counter()

@@ -164,7 +164,7 @@ class Committer:
         A draft whose values are NaN spoils the rows before it, and so their KV (0 * NaN in
         attention). Another sequence may have found the page already.
         """
-        request.speculates = False
+        request.speculates = request.looks_up = False
         self._memory.forget(request.memory)
         self._sequences.preempt(request)
 

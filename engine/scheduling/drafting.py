@@ -180,15 +180,12 @@ class Drafting:
 
     def _may_draft(self, request: Request) -> bool:
         """Whether anything may draft for it in the next step."""
-        looks_up = self._may_look_up(request) and self._proposer.looks_up(request)
+        looks_up = request.looks_up and self._proposer.looks_up(request)
         return looks_up or self._num_wanted(request) > 0
 
     def _is_due(self, request: Request) -> bool:
         """Whether drafts of it are looked up in the next step."""
-        return len(request.token_ids) >= request.next_wish and self._may_look_up(request)
-
-    def _may_look_up(self, request: Request) -> bool:
-        return request.speculates and request.params.num_speculative_tokens != 0
+        return request.looks_up and len(request.token_ids) >= request.next_wish
 
     def would_draft(self, request: Request) -> bool:
         """Whether something is likely to draft for it in the next step."""
