@@ -102,8 +102,10 @@ class Drafting:
         """Of looked-up drafts in this step; most steps have none, and need not know."""
         if self._worth is None:
             adaptive, num_seqs = self._sequences.adaptive, max(1, len(self._decoding))
-            unknown = Worth(num_seqs, ROW_COST / num_seqs)
-            self._worth = unknown if adaptive is None else adaptive.worth(num_seqs)
+            if adaptive is None:
+                self._worth = Worth(num_seqs, ROW_COST / num_seqs)
+            else:
+                self._worth = adaptive.worth(num_seqs)
         return self._worth
 
     def prepare(self, decoding: list[Request]) -> None:

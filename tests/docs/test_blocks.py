@@ -1,9 +1,9 @@
 """Every command that README and docs/ show is run as it stands, against what `make serve` starts.
-Only what measures is told to measure less, and what `make serve` runs is not run once more.
+Commands that measure are made shorter, and what `make serve` runs is not run once more.
 
 What cannot run everywhere has a comment in front of its block that no reader of the page sees:
 `<!-- not run: why -->`, or `<!-- not run (this, that): why -->` for the commands that contain
-`this` or `that`. It is skipped, and told with its reason.
+`this` or `that`. It is skipped, and its reason reported.
 """
 
 import os

@@ -140,9 +140,8 @@ class Family(ABC):
         config, given, tensors = self.config, self._given, self.tensors
         blocks = [self.block(f"model.layers.{i}", i) for i in range(config.num_hidden_layers)]
         embedding = tensors.tensor(f"{EMBEDDING}.weight", config.vocab_size, config.hidden_size)
-        is_first = (
-            tensors.share.rank == 0
-        )  # it alone computes logits: for others any matrix will do
+        # The first rank alone computes logits: for others any matrix will do.
+        is_first = tensors.share.rank == 0
         if is_first and given.tie_word_embeddings and f"{OUTPUT_LAYER}.weight" in tensors:
             own = tensors.stacked(f"{OUTPUT_LAYER}.weight")
             given.tie_word_embeddings = torch.equal(own, embedding)
