@@ -16,17 +16,11 @@ from functools import partial
 import torch
 
 from kernels import DEVICE, time_us
-from outrider.kernels.model import delta_net as module
-from outrider.kernels.model.delta_cells import CELL
-from outrider.kernels.model.delta_net import (
-    DeltaHeads,
-    DeltaMemory,
-    DeltaWeights,
-    delta_net,
-    delta_net_reference,
-    rows_kept,
-)
+from outrider.kernels.model import state_layer as module
+from outrider.kernels.model.delta_net import delta_net, delta_net_reference
 from outrider.kernels.model.rows import BatchRows
+from outrider.kernels.model.state_cells import CELL
+from outrider.kernels.model.state_layer import StateHeads, StateMemory, StateWeights, rows_kept
 
 TAPS = 4
 MOST_DRAFTS = 7
@@ -46,7 +40,7 @@ def make_rows(num_seqs: int, num_rows: int, position: int) -> BatchRows:
 
 
 def make_pass(
-    heads: DeltaHeads,
+    heads: StateHeads,
     num_seqs: int,
     num_rows: int,
     num_drafts: int,
@@ -56,14 +50,14 @@ def make_pass(
     """A pass of `num_rows` rows a sequence, the last `num_drafts` of them drafts."""
     torch.manual_seed(0)
     x = torch.randn(num_seqs * num_rows, heads.row_width, device=DEVICE).bfloat16()
-    weights = DeltaWeights(
+    weights = StateWeights(
         torch.randn(TAPS, heads.num_channels, device=DEVICE).bfloat16().t(),
         torch.zeros(heads.num_value_heads, device=DEVICE),
         torch.zeros(heads.num_value_heads, device=DEVICE),
     )
     state = num_seqs, heads.num_value_heads, heads.key_dim, heads.value_dim
     ring = num_seqs, rows_kept(TAPS, MOST_DRAFTS), heads.row_width
-    memory = DeltaMemory(
+    memory = StateMemory(
         torch.zeros(state, device=DEVICE),
         torch.randn(ring, device=DEVICE).bfloat16(),
         torch.empty(num_seqs, dtype=torch.int64, device=DEVICE),
@@ -82,7 +76,7 @@ def time_pass(*args: object) -> float:
     return time_us([make_pass(*args)], replays=7)  # type: ignore[arg-type]
 
 
-def compare(heads: DeltaHeads) -> None:
+def compare(heads: StateHeads) -> None:
     both = delta_net, delta_net_reference
     ours, expected = (make_pass(heads, 2, 300, 0, 0, each)().float() for each in both)
     error = (ours - expected).norm() / expected.norm()
@@ -102,7 +96,7 @@ def main() -> None:
     )
     parser.add_argument("--tb-per-s", type=float, default=4.3)
     args = parser.parse_args()
-    heads = DeltaHeads(args.key_heads, args.value_heads, args.dim, args.dim)
+    heads = StateHeads(args.key_heads, args.value_heads, args.dim, args.dim, num_scalars=2)
     compare(heads)
     columns = "".join(f"{f'cells {each}':>14}{'edge':>8}" for each in args.cells)
     print(f"{'sequences':>9}{'rows':>6}{'floor':>8}{columns}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels import DEVICE, time_us
 from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu
-from outrider.kernels.model.experts import add_experts, gated_experts
+from outrider.kernels.model.experts import add_experts, expert_activations
 from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, has_4_bits
 from outrider.kernels.model.rms_norm import Norm
@@ -67,7 +67,7 @@ def make_plain(num_experts: int, num_out: int, num_in: int) -> ExpertMatrix:
 
 
 class Experts(NamedTuple):
-    gate_up: ExpertMatrix
+    first: ExpertMatrix
     down: ExpertMatrix
     glu: Glu
 
@@ -76,8 +76,8 @@ def make_experts(name: str, num_experts: int, hidden: int, intermediate: int) ->
     glu = Glu(1.702, 7.0, 1.0) if name == "mxfp4" else SILU
     whole = {"mxfp4": make_mxfp4, "plain": make_plain}
     make = whole[name] if name in whole else partial(make_narrow, name)
-    gate_up = make(num_experts, 2 * intermediate, hidden)
-    return Experts(gate_up, make(num_experts, hidden, intermediate), glu)
+    first = make(num_experts, 2 * intermediate, hidden)
+    return Experts(first, make(num_experts, hidden, intermediate), glu)
 
 
 def make_logits(num_rows: int, num_experts: int, top_k: int) -> list[Tensor]:
@@ -92,7 +92,7 @@ def run_layer(
     residual: Tensor, x: Tensor, logits: Tensor, top_k: int, experts: Experts, norm: Norm
 ) -> None:
     routing = route(logits, Router(top_k))
-    gated = gated_experts(x, routing, experts.gate_up, experts.glu)
+    gated = expert_activations(x, routing, experts.first, experts.glu)
     add_experts(residual, gated, routing, experts.down, norm)
 
 
@@ -104,17 +104,17 @@ def time_parts(experts: Experts, num_rows: int, top_k: int, tb_per_s: float) -> 
     residual = torch.zeros_like(x)
     norm = Norm(torch.ones(hidden, device=DEVICE).bfloat16(), 1e-5)
     routings = [route(each, Router(top_k)) for each in logits]
-    gated = experts_product(x, routings[0], experts.gate_up, experts.glu)
+    gated = experts_product(x, routings[0], experts.first, experts.glu)
     parts = experts_product(gated, routings[0], experts.down, None)
     calls = (
         [partial(route, each, Router(top_k)) for each in logits],
-        [partial(experts_product, x, each, experts.gate_up, experts.glu) for each in routings],
+        [partial(experts_product, x, each, experts.first, experts.glu) for each in routings],
         [partial(experts_product, gated, each, experts.down, None) for each in routings],
         [partial(add_parts, residual, parts, norm)],
         [partial(run_layer, residual, x, each, top_k, experts, norm) for each in logits],
     )
     num_taken = sum(len(each.ids.unique()) for each in routings) / len(routings)
-    num_bytes = (experts.gate_up.num_bytes + experts.down.num_bytes) * num_taken / num_experts
+    num_bytes = (experts.first.num_bytes + experts.down.num_bytes) * num_taken / num_experts
     return [num_bytes / tb_per_s / 1e6, *(time_us(each, replays=7) for each in calls)]
 
 

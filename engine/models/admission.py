@@ -10,6 +10,8 @@ from ..config import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Blocks that are an MLP alone.
+MLP_LAYER_TYPES = {"mlp", "moe"}
 # Whose state only our own decoder keeps.
 STATEFUL_LAYER_TYPES = {"linear_attention"}
 
@@ -56,7 +58,7 @@ def check_config(hf_config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(reason)
     text_config = hf_config.get_text_config()
     layer_types = set(getattr(text_config, "layer_types", None) or ())
-    if unknown := layer_types - LAYER_TYPES - STATEFUL_LAYER_TYPES:
+    if unknown := layer_types - LAYER_TYPES - MLP_LAYER_TYPES - STATEFUL_LAYER_TYPES:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
     rope_types = _rope_types(text_config)
     if "dynamic" in rope_types:

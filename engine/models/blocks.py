@@ -1,7 +1,6 @@
 """Blocks, and stacks of them: a model's layers, however it passes its rows through them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -12,26 +11,45 @@ from .attention import ForwardBatch, PagedAttention
 from .network import PagedLayers
 from .parts.base import Part
 from .slot_state import SlotState
-from .weights import Change, Layer, Layered, Linear, Weight
+from .weights import Change, Layer, Linear, Weight
 
 
-@dataclass(slots=True)
-class Block(Layered):
-    """A mixer, which looks at other tokens, then an MLP."""
+class Block:
+    """Parts, one after the other: of most models a mixer, which looks at other tokens, then an MLP.
 
-    mixer: Part
-    mlp: Part
+    A block that is alone with its mixer, or its MLP, has one part.
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, *parts: Part) -> None:
+        self.parts = parts
 
     def __call__(
         self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Normed | None:
         """Shape: x, normed [T, hidden]; returns next_norm(x) or None."""
-        normed = self.mixer(x, normed, self.mlp.norm, batch)
-        return self.mlp(x, normed, next_norm, batch)
+        next_norms = *(part.norm for part in self.parts[1:]), next_norm
+        for part, norm in zip(self.parts, next_norms, strict=True):
+            normed = part(x, normed, norm, batch)
+        return normed
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        return self.mixer, self.mlp
+    def mixer(self) -> Part:
+        return self.parts[0]
+
+    @property
+    def mlp(self) -> Part:
+        return self.parts[-1]
+
+    @property
+    def linears(self) -> list[Layer[Weight]]:
+        """All of its linear layers."""
+        return [linear for part in self.parts for linear in part.linears.values()]
+
+    def changed(self, change: Change) -> "Block":
+        """The same with its linear layers replaced, one by one in their order."""
+        return Block(*(part.changed(change) for part in self.parts))
 
 
 class Stack(PagedLayers):
@@ -46,7 +64,7 @@ class Stack(PagedLayers):
         self.norm = norm
         self.output_layer = output_layer
         self.dtype, self.device = embedding.dtype, embedding.device
-        self._next_norms = [*(block.mixer.norm for block in self.blocks[1:]), None]
+        self._next_norms = [*(block.parts[0].norm for block in self.blocks[1:]), None]
 
     @property
     def attentions(self) -> list[PagedAttention]:
@@ -62,7 +80,7 @@ class Stack(PagedLayers):
     def linears(self) -> list[Layer[Weight]]:
         """All linear layers that a pass computes."""
         return [
-            *(each for block in self.blocks for each in block.linears.values()),
+            *(each for block in self.blocks for each in block.linears),
             self.output_layer,
         ]
 

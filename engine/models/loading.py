@@ -171,7 +171,9 @@ class _Loader:
         try:
             family = FAMILIES[self.hf_config.model_type]
             of_share = family.share_of(self.hf_config, self.share.size)
-            original = Original(of_share, self.dtype, self.device)
+            original = Original(
+                family.compared(of_share), self.dtype, self.device, family.last_norm
+            )
             if rounds and transformers_arguments(folder):
                 return None, "it is a GGUF file, whose weights are rounded already"
             read = quantised[1] if quantised else None

@@ -36,7 +36,14 @@ CHECKED_LENGTHS = (40, 1, 5)
 class Original:
     """transformers' own code for a model, without weights."""
 
-    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        last_norm: str = "model.norm",
+    ) -> None:
+        """`last_norm`: the name of the norm behind the last layer."""
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),  # which it changes
@@ -45,9 +52,10 @@ class Original:
                 experts_implementation="eager",
             )
         self.model.eval().requires_grad_(False)
-        decoder = self.model.get_decoder()
+        decoder, self._last_norm = self.model.get_decoder(), last_norm
         # RoPE's frequencies are no weights: on the meta device they have not been computed.
-        decoder.rotary_emb = type(decoder.rotary_emb)(config).to(device)
+        if hasattr(decoder, "rotary_emb"):
+            decoder.rotary_emb = type(decoder.rotary_emb)(config).to(device)
 
     def fill(self, checkpoint: AnyCheckpoint) -> None:
         """Use what was read as weights. Raises ValueError if only one has some of them."""
@@ -117,7 +125,7 @@ class Original:
             module.register_forward_pre_hook(
                 lambda _, args, kwargs: states.append(_hidden(args, kwargs)), with_kwargs=True
             )
-            for module in (*decoder.layers, decoder.norm)
+            for module in (*decoder.layers, self.model.get_submodule(self._last_norm))
         ]
         for name in choosers:
             note = partial(_note, choices, name)
@@ -213,9 +221,7 @@ def _agrees(block: Block, x: Tensor, expected: Tensor, batch: ForwardBatch) -> b
     got = _through(block, x, batch)
     # Both round: the residual stream once, to its dtype, and the layer's output several times.
     # Where inputs are rounded further, the least difference may turn one to the next code.
-    eps = max(
-        torch.finfo(x.dtype).eps, *(linear.weight.input_eps for linear in block.linears.values())
-    )
+    eps = max(torch.finfo(x.dtype).eps, *(linear.weight.input_eps for linear in block.linears))
     before, expected = x.float(), expected.float()
     tolerance = 4 * eps * expected.norm() + 8 * eps * (expected - before).norm()
     difference = (got - expected).norm()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.model.expert_matrix import Glu
+from outrider.kernels.model.expert_matrix import Activation
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Routing
 from outrider.kernels.model.row_codes import Normed
@@ -169,15 +169,17 @@ class ExpertsOverRanks(ExpertWeights):
         self.format, self.input_eps = weight.format, weight.input_eps
         self.batch_invariant = weight.batch_invariant
 
-    def gated(self, x: Tensor, routing: Routing, bias: Tensor | None, glu: Glu) -> Tensor:
+    def activations(
+        self, x: Tensor, routing: Routing, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
         raise TypeError("the first layer of experts is shared by its outputs")
 
     def add_to(
-        self, x: Tensor, gated: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
+        self, x: Tensor, inner: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
     ) -> Normed | None:
         def compute(out: Tensor | None) -> Tensor:
             part = torch.zeros_like(x) if out is None else out.zero_()
-            self._weight.add_to(part, gated, routing, bias, None)
+            self._weight.add_to(part, inner, routing, bias, None)
             return part
 
         return _add(x, self._group.parts(x, compute), None, norm)

@@ -5,241 +5,47 @@
     decay   = exp(-exp(a_log) softplus(a + dt_bias)),   b = sigmoid(b)
     S       = decay S + k (b (v - (decay S)^T k))^T,    out = S^T q
 
-A key head serves several value heads. S is float32. On a GPU rows pass in cells of 16, at absolute
-positions (`delta_cells.py`); the reference, which a CPU runs, passes them one by one. Either way
-the bits of a row depend on its sequence alone, however the sequence is split into passes.
-
-S cannot go back. So S of a slot covers whole cells of known tokens alone (in the reference, all
-known tokens); the rows behind are kept as they came in, in a ring, which the convolution needs
-anyway. The next pass begins with those of them that were accepted: it knows how many by its own
-first position.
+A row has q, k, v of all heads, then b and a of each value head. How rows pass is in
+`state_layer.py`.
 """
 
-from typing import Any, NamedTuple
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._dispatch import INTERPRET, uses_triton
-from ..triton_or_none import tl, triton
-from .delta_cells import CELL, cell_by_cell_kernel, cells_kernel
-from .delta_rows import prepare_kernel, remember_kernel
+from .._dispatch import uses_triton
 from .rows import BatchRows
+from .state_layer import (
+    StateHeads,
+    StateMemory,
+    StateWeights,
+    convolved_reference,
+    pass_rows,
+    pass_rows_reference,
+)
 
 _EPS = 1e-6  # of the norms of q and k
-_CELL_COLUMNS = 16  # of S in a program that goes cell by cell, a warp for every 16
-_STAGES = 2  # cells whose rows are on their way
-_HEADS = 4  # convolved by a program
-_ROWS = 4  # convolved by a program
-_CHANNELS = 1024  # copied at once
-
-
-class DeltaHeads(NamedTuple):
-    """The sizes of a delta net."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def num_channels(self) -> int:
-        """Of q, k and v, which the convolution reads."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
-
-    @property
-    def row_width(self) -> int:
-        """q, k, v of all heads, then b and a of each value head."""
-        return self.num_channels + 2 * self.num_value_heads
-
-
-class DeltaWeights(NamedTuple):
-    """What a delta net has learned, besides its linear layers."""
-
-    # [num_channels, taps], the last for the row itself; fastest if it lies tap by tap
-    convolution: Tensor
-    a_log: Tensor  # [num_value_heads] float32
-    dt_bias: Tensor  # [num_value_heads] float32
-
-
-class DeltaMemory(NamedTuple):
-    """What it keeps of the sequence in each slot. A sequence begins at position 0, without any.
-
-    What lies in a slot is dense; slots may be anywhere.
-    """
-
-    state: Tensor  # [num_slots, num_value_heads, key_dim, value_dim] float32
-    # [num_slots, rows_kept(), row_width]; the row at a position lies at position % size
-    ring: Tensor
-    num_rows: Tensor  # [num_slots] int64, how many of the sequence's rows the state covers
-
-
-def rows_kept(num_taps: int, max_drafts: int) -> int:
-    """The size of the ring: rows that the state does not cover, known or of drafts, and those
-    before them that the convolution of the first reads.
-    """
-    return max(1, num_taps - 1 + max_drafts + CELL - 1)
 
 
 def delta_net(
     x: Tensor,
-    heads: DeltaHeads,
-    weights: DeltaWeights,
-    memory: DeltaMemory,
+    heads: StateHeads,
+    weights: StateWeights,
+    memory: StateMemory,
     rows: BatchRows,
     num_tokens: Tensor,
 ) -> Tensor:
-    """Pass the rows of a batch through their sequences' memory. Rows at the position `num_tokens`
-    of their slot, or beyond, are of drafts; no more of them than the ring has room for.
-
-    Shape: x [T, row_width], each row dense; num_tokens [num_slots] int64
-        -> [T, num_value_heads, value_dim], 0 in rows of padding.
-    """
-    if not uses_triton(x):
-        return delta_net_reference(x, heads, weights, memory, rows, num_tokens)
-    assert x.stride(1) == 1
-    assert memory.state.stride(3) == memory.ring.stride(2) == 1
-    out = x.new_zeros(len(x), heads.num_value_heads, heads.value_dim)
-    num_seqs, ring_size = len(rows.slots), memory.ring.shape[1]
-    num_taps = weights.convolution.shape[1]
-    sequences = (
-        rows.slots,
-        rows.seq_lens,
-        rows.cu_seqlens_q,
-        memory.num_rows,
-        memory.num_rows.stride(0),
-    )
-    # A sequence has its rows here, and before them those that S does not cover yet.
-    num_rows, most_before = len(x) + num_seqs * ring_size, ring_size - num_taps + 1
-    convolved = x.new_empty(num_rows, heads.num_channels)
-    num_factors = 2 * (heads.num_key_heads + heads.num_value_heads)
-    factors = torch.empty(num_rows, num_factors, dtype=torch.float32, device=x.device)
-    sizes = {
-        "RING": ring_size,
-        "KEY_HEADS": heads.num_key_heads,
-        "VALUE_HEADS": heads.num_value_heads,
-        "KEY_DIM": heads.key_dim,
-        "VALUE_DIM": heads.value_dim,
-    }
-    num_heads = 2 * heads.num_key_heads + heads.num_value_heads
-    extra = triton.cdiv(_ROWS - 1 + most_before, _ROWS)
-    num_parts = len(x) // _ROWS + num_seqs * extra
-    prepare_kernel[(triton.cdiv(num_heads, _HEADS), num_parts)](
-        convolved,
-        factors,
-        x,
-        x.stride(0),
-        weights.convolution,
-        *weights.convolution.stride(),
-        weights.a_log,
-        weights.dt_bias,
-        memory.ring,
-        memory.ring.stride(0),
-        *sequences,
-        num_seqs,
-        heads.key_dim**-0.5,
-        **sizes,
-        TAPS=num_taps,
-        HEADS=_HEADS,
-        BLOCK_D=triton.next_power_of_2(max(heads.key_dim, heads.value_dim)),
-        ROWS=_ROWS,
-        EXTRA=extra,
-    )
-    _cell_by_cell(out, convolved, factors, memory, sequences, num_tokens, sizes, most_before)
-    # After all programs above have read the ring and the number of rows.
-    remember_kernel[(num_seqs, triton.cdiv(heads.row_width, _CHANNELS))](
-        x, x.stride(0), memory.ring, memory.ring.stride(0), *sequences, num_tokens, RING=ring_size,
-        WIDTH=heads.row_width, BLOCK=_CHANNELS, CELL=CELL,
-    )  # fmt: skip
-    return out
+    """As `pass_rows`."""
+    given = x, heads, weights, memory, rows, num_tokens
+    return pass_rows(*given, corrects=True) if uses_triton(x) else delta_net_reference(*given)
 
 
-def _cell_by_cell(
-    out: Tensor,
-    convolved: Tensor,
-    factors: Tensor,
-    memory: DeltaMemory,
-    sequences: tuple[Any, ...],
-    num_tokens: Tensor,
-    sizes: dict[str, int],
-    most_before: int,
-) -> None:
-    num_seqs, (num_heads, value_dim) = len(sequences[0]), out.shape[1:]
-    extra = triton.cdiv(CELL - 1 + most_before, CELL)
-    num_cells = len(out) // CELL + num_seqs * extra
-    cells = torch.empty(
-        num_cells, num_heads, 2 * CELL + 4, CELL, dtype=torch.float32, device=out.device
-    )
-    splits = out.dtype == torch.bfloat16
-    shared = {
-        **sizes,
-        "CELL": CELL,
-        "BLOCK_K": max(16, triton.next_power_of_2(sizes["KEY_DIM"])),
-        "EXTRA": extra,
-        # Triton's interpreter cannot multiply bfloat16.
-        "DTYPE": tl.bfloat16 if splits and not INTERPRET else tl.float32,
-    }
-    cells_kernel[(num_heads, num_cells)](
-        cells, convolved, factors, *sequences, num_seqs, **shared, num_warps=1 if splits else 4
-    )
-    block_v = min(_CELL_COLUMNS, max(16, triton.next_power_of_2(value_dim)))
-    cell_by_cell_kernel[(triton.cdiv(value_dim, block_v), num_heads, num_seqs)](
-        out, convolved, cells, memory.state, memory.state.stride(0), *sequences, num_tokens,
-        **shared, BLOCK_V=block_v, SPLIT=splits, num_warps=block_v // 16, num_stages=_STAGES,
-    )  # fmt: skip
-
-
-def delta_net_reference(
-    x: Tensor,
-    heads: DeltaHeads,
-    weights: DeltaWeights,
-    memory: DeltaMemory,
-    rows: BatchRows,
-    num_tokens: Tensor,
-) -> Tensor:
-    out = x.new_zeros(len(x), heads.num_value_heads, heads.value_dim)
-    ring_size, num_before = memory.ring.shape[1], weights.convolution.shape[1] - 1
-    bounds, seq_lens = rows.cu_seqlens_q.tolist(), rows.seq_lens.tolist()
-    for i, slot in enumerate(rows.slots.tolist()):
-        begin, end, seq_len = bounds[i], bounds[i + 1], seq_lens[i]
-        if begin == end:
-            continue
-        first, num_known = seq_len - (end - begin), min(seq_len, int(num_tokens[slot]))
-        ring, state = memory.ring[slot], memory.state[slot]
-        start = int(memory.num_rows[slot]) if first > 0 else 0
-        if first == 0:
-            state.zero_()
-        kept = torch.arange(start - num_before, first, device=x.device)
-        kept_rows = ring[kept % ring_size]
-        kept_rows[kept < 0] = 0
-        seen = torch.cat((kept_rows, x[begin:end]))
-        for position in range(start, seq_len):
-            window = seen[position - start : position - start + num_before + 1]
-            if position == num_known:
-                state = state.clone()  # what drafts do to it is not kept
-            y = _pass_row(state, window, heads, weights)
-            if position >= first:
-                out[begin + position - first] = y
-        last = torch.arange(max(first, seq_len - ring_size), seq_len, device=x.device)
-        ring[last % ring_size] = x[begin + last - first]
-        memory.num_rows[slot] = num_known
-    return out
-
-
-def _pass_row(state: Tensor, window: Tensor, heads: DeltaHeads, weights: DeltaWeights) -> Tensor:
-    """Change the state by the last row of a window, and return what it reads from it.
-
-    One row at a time, and all steps of it: over several rows torch might round some of them in
-    another way. Shape: state [HV, DK, DV], window [taps, row_width] -> [HV, DV].
-    """
-    num_channels, repeats = heads.num_channels, heads.num_value_heads // heads.num_key_heads
-    mixed, (b, a) = window[:, :num_channels].float(), window[-1, num_channels:].view(2, -1)
-    taps = weights.convolution.float()
-    convolved = mixed[0] * taps[:, 0]
-    for i in range(1, len(mixed)):
-        convolved += mixed[i] * taps[:, i]
-    convolved = F.silu(convolved.to(window.dtype)).float()
+def _pass_row(state: Tensor, window: Tensor, heads: StateHeads, weights: StateWeights) -> Tensor:
+    repeats = heads.num_value_heads // heads.num_key_heads
+    b, a = window[-1, heads.num_channels :].view(2, -1)
+    convolved = convolved_reference(window, weights)
     num_keys = heads.num_key_heads * heads.key_dim
     qk, v = convolved.tensor_split([2 * num_keys])
     qk = qk.view(2, heads.num_key_heads, heads.key_dim)
@@ -251,3 +57,6 @@ def _pass_row(state: Tensor, window: Tensor, heads: DeltaHeads, weights: DeltaWe
     state += k * (b.sigmoid().float()[:, None] * error)[:, None]
     out: Tensor = (state * (q * heads.key_dim**-0.5)).sum(1)
     return out
+
+
+delta_net_reference = partial(pass_rows_reference, pass_row=_pass_row)

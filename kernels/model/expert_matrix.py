@@ -1,7 +1,7 @@
 """The matrices of a mixture of experts: plain, or with 4 or 8 bits a number."""
 
 import math
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,13 @@ class Glu(NamedTuple):
 
 
 SILU = Glu(1.0, math.inf, 0.0)  # silu(gate) * up
+RELU_SQUARED: Final = "relu_squared"  # max(up, 0)^2, of experts without a gate
+Activation = Glu | Literal["relu_squared"]
+
+
+def layers_in_first(activation: Activation) -> int:
+    """How many layers an expert's first is made of: gate and up, or up alone."""
+    return 2 if isinstance(activation, Glu) else 1
 
 
 def expert_of(layer: ExpertMatrix, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -1,6 +1,8 @@
-"""A mixture of experts, gated MLPs whose matrices are plain or have 4 or 8 bits a number:
+"""A mixture of experts, MLPs whose matrices are plain or have 4 or 8 bits a number:
 
-    y += sum over a row's experts of weight * down(glu(gate_up(x)))
+    y += sum over a row's experts of weight * down(activation(first(x)))
+
+The first layer of gated ones is gate and up, of others up alone.
 
 A program multiplies a tile of rows that share an expert by some outputs of it. Codes become numbers
 of x's dtype, which holds them exactly, on their way to the tensor cores; sums are float32. An
@@ -16,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._dispatch import uses_triton
-from .expert_matrix import SILU, ExpertMatrix, Glu, expert_of
+from .expert_matrix import (
+    RELU_SQUARED,
+    SILU,
+    Activation,
+    ExpertMatrix,
+    expert_of,
+    layers_in_first,
+)
 from .experts_product import experts_product
 from .rms_norm import Norm
 from .routing import Routing
@@ -31,76 +40,87 @@ _OUTPUTS_AT_ONCE = 512  # of a batch with more parts
 ExpertProduct = Callable[[int, Tensor], Tensor]
 
 
-def gated_experts(x: Tensor, routing: Routing, gate_up: ExpertMatrix, glu: Glu) -> Tensor:
-    """The gated outputs of each pair of a row and one of its experts.
+def expert_activations(
+    x: Tensor, routing: Routing, first: ExpertMatrix, activation: Activation
+) -> Tensor:
+    """Those of each pair of a row and one of its experts.
 
-    Shape: x [T, K], rows dense, gate_up [2 N, K] each, the gate's outputs first -> [T * k, N]
+    Shape: x [T, K], rows dense, first [2 N, K] each, the gate's outputs first, or [N, K] without a
+        gate -> [T * k, N]
     """
     if not uses_triton(x):
-        return gated_by_expert(x, routing, partial(_linear, gate_up), gate_up.num_out // 2, glu)
-    return experts_product(x, routing, gate_up, glu)
+        num_out = first.num_out // layers_in_first(activation)
+        return activations_by_expert(x, routing, partial(_linear, first), num_out, activation)
+    return experts_product(x, routing, first, activation)
 
 
 def add_experts(
-    residual: Tensor, gated: Tensor, routing: Routing, down: ExpertMatrix, norm: Norm | None = None
+    residual: Tensor,
+    inner: Tensor,
+    routing: Routing,
+    down: ExpertMatrix,
+    norm: Norm | None = None,
 ) -> Normed | None:
     """Add the weighted outputs of each row's pairs to the residual in place. Returns norm(residual)
     if that comes cheaply.
 
     Otherwise returns None, and the layer that reads the residual must apply `norm`. A prompt has
     too many parts to write them all: some outputs are added after others, which changes no sum.
-    Shape: residual [T, N] dense, gated [T * k, K], down [N, K] each -> [T, N]
+    Shape: residual [T, N] dense, inner [T * k, K], down [N, K] each -> [T, N]
     """
-    if not uses_triton(gated):
-        add_by_expert(residual, gated, routing, partial(_linear, down))
+    if not uses_triton(inner):
+        add_by_expert(residual, inner, routing, partial(_linear, down))
         return None
     width = residual.shape[1]
-    if len(gated) * width * gated.element_size() <= _MOST_PARTS_BYTES:
-        parts = experts_product(gated, routing, down, None)
+    if len(inner) * width * inner.element_size() <= _MOST_PARTS_BYTES:
+        parts = experts_product(inner, routing, down, None)
         return add_parts(residual, parts, norm, num_real=routing.num_rows)
     for first in range(0, width, _OUTPUTS_AT_ONCE):
         some = range(first, min(first + _OUTPUTS_AT_ONCE, width))
         add_parts(
             residual[:, some.start : some.stop],
-            experts_product(gated, routing, down, None, some),  # not kept: one at a time
+            experts_product(inner, routing, down, None, some),  # not kept: one at a time
             None,
             num_real=routing.num_rows,
         )
     return None
 
 
-def gated_by_expert(
-    x: Tensor, routing: Routing, product: ExpertProduct, num_out: int, glu: Glu
+def activations_by_expert(
+    x: Tensor, routing: Routing, product: ExpertProduct, num_out: int, activation: Activation
 ) -> Tensor:
-    """`gated_experts`, one expert at a time, and only those that some row has."""
+    """`expert_activations`, one expert at a time, and only those that some row has."""
     top_k = routing.ids.shape[1]
-    gated = x.new_empty(routing.ids.numel(), num_out)
+    found = x.new_empty(routing.ids.numel(), num_out)
     for expert in _taken(routing):
         row, choice = (routing.ids == expert).nonzero(as_tuple=True)
-        gated[row * top_k + choice] = _gated(product(expert, x[row]).float(), glu).to(x.dtype)
-    return gated
+        y = _activated(product(expert, x[row]).float(), activation)
+        found[row * top_k + choice] = y.to(x.dtype)
+    return found
 
 
 def _taken(routing: Routing) -> list[int]:
     return [expert for expert in routing.ids.unique().tolist() if expert >= 0]
 
 
-def _gated(gate_up: Tensor, glu: Glu) -> Tensor:
-    if glu == SILU:  # row by row, so that torch rounds one alike wherever it lies
-        return silu_mul_reference(gate_up)
-    gate, up = gate_up.chunk(2, 1)
+def _activated(y: Tensor, activation: Activation) -> Tensor:
+    if activation == RELU_SQUARED:
+        return F.relu(y).square()
+    if activation == SILU:  # row by row, so that torch rounds one alike wherever it lies
+        return silu_mul_reference(y)
+    glu, (gate, up) = activation, y.chunk(2, 1)
     gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
     return (up + glu.shift) * gate * torch.sigmoid(glu.alpha * gate)
 
 
 def add_by_expert(
-    residual: Tensor, gated: Tensor, routing: Routing, product: ExpertProduct
+    residual: Tensor, inner: Tensor, routing: Routing, product: ExpertProduct
 ) -> None:
     """`add_experts`, one expert at a time, in their order."""
     total = torch.zeros_like(residual, dtype=torch.float32)
     for expert in _taken(routing):
         row, choice = (routing.ids == expert).nonzero(as_tuple=True)
-        y = product(expert, gated[row * routing.ids.shape[1] + choice]).float()
+        y = product(expert, inner[row * routing.ids.shape[1] + choice]).float()
         total.index_add_(0, row, routing.weights[row, choice, None] * y)
     residual.add_(total.to(residual.dtype))
 

@@ -16,7 +16,7 @@ from .._dispatch import num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .e2m1 import scaled_from_e2m1, unscaled
-from .expert_matrix import GROUP, ExpertMatrix, Glu, is_mxfp4
+from .expert_matrix import GROUP, Activation, ExpertMatrix, Glu, is_mxfp4
 from .narrow_matrix import NarrowMatrix, has_4_bits
 from .narrow_numbers import in_order_by_warp, output_by_warp
 from .narrow_product import codes_of_steps, share_of_product
@@ -91,16 +91,18 @@ def experts_product(
     x: Tensor,
     routing: Routing,
     layer: ExpertMatrix,
-    glu: Glu | None,
+    activation: Activation | None,
     some: range | None = None,
 ) -> Tensor:
-    """With `glu`, the gated outputs of each pair; else its outputs times its weight, which are the
-    parts of each row's sum: all of them, or `some`, which begin at a multiple of 128.
+    """With an activation, the activations of each pair; else its outputs times its weight, which
+    are the parts of each row's sum: all of them, or `some`, which begin at a multiple of 128.
 
     Sums are not split over K: that was slower on an H200 from a few rows on.
     Parts are rounded to x's dtype, since a prompt has many. Those of padding rows are not written.
-    Shape: x [T, K] or, without a gate, [T * k, K] -> [T * k, N / 2] or [k, T, N or len(some)]
+    Shape: x [T, K] or, without an activation, [T * k, K]
+        -> [T * k, N / 2 of gated experts, else N] or [k, T, N or len(some)]
     """
+    glu = activation if isinstance(activation, Glu) else None
     num_rows, top_k = routing.ids.shape
     num_pairs = num_rows * top_k
     matrix, num_out = layer.matrix, layer.num_out // (2 if glu else 1)
@@ -115,7 +117,8 @@ def experts_product(
     else:
         numbers = _of_mxfp4(matrix, x, size) if is_mxfp4(matrix) else _of_narrow(matrix, x, size)
     num_tiles *= triton.cdiv(len(outs) * (2 if glu else 1), numbers.options["BLOCK_N"])
-    shape = (num_pairs, num_out) if glu else (top_k, num_rows, len(outs))
+    is_first = activation is not None
+    shape = (num_pairs, num_out) if is_first else (top_k, num_rows, len(outs))
     out = x.new_empty(shape)
     _experts_kernel[(num_tiles,)](
         out,
@@ -138,6 +141,7 @@ def experts_product(
         TOP_K=top_k,
         NUM_ROWS=matrix.shape[0],
         NUM_IN=matrix.shape[1],
+        FIRST=is_first,
         GATED=glu is not None,
         BLOCK_M=size,
         WARPS=numbers.options["num_warps"],
@@ -151,8 +155,8 @@ def experts_product(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _experts_kernel(
-    out_ptr,  # [num_rows * TOP_K, width] or, not GATED, [TOP_K, num_rows, width]
-    x_ptr,  # [num_rows, inputs] or, not GATED, [num_rows * TOP_K, inputs]
+    out_ptr,  # FIRST: [num_rows * TOP_K, width], else [TOP_K, num_rows, width]
+    x_ptr,  # FIRST: [num_rows, inputs], else [num_rows * TOP_K, inputs]
     weights_ptr,  # [num_rows * TOP_K]
     experts_ptr,  # [tiles]
     pairs_ptr,  # [tiles, BLOCK_M]
@@ -181,6 +185,7 @@ def _experts_kernel(
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,
     STEPS: tl.constexpr,
+    FIRST: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -188,7 +193,10 @@ def _experts_kernel(
     IN_PAIRS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program: BLOCK_N outputs of one tile of pairs."""
+    """One program: BLOCK_N outputs of one tile of pairs.
+
+    FIRST: of their first layer, gated, or squared where they are more than 0.
+    """
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     num_tiles_n = tl.cdiv(width, OUTS)
     tile, tile_n = tl.program_id(0) // num_tiles_n, tl.program_id(0) % num_tiles_n
@@ -201,9 +209,10 @@ def _experts_kernel(
     in_expert = tl.minimum(n, num_out - 1) + i // OUTS * num_out
     read_in_expert = tl.minimum(start + read % OUTS, num_out - 1) + read // OUTS * num_out
     num_weight_rows = num_out * (2 if GATED else 1)
-    # The router in front of the gate makes the tiles. The gate waits for them before it lets `down`
-    # start, so `down` may read them, but not from a cache that may be older, before it waits.
-    if GATED:
+    # The router in front of the first layer makes the tiles. That layer waits for them before it
+    # lets `down` start, so `down` may read them, but not from a cache that may be older, before it
+    # waits.
+    if FIRST:
         wait_for_inputs(DEPENDENT)
     start_next_kernel(DEPENDENT)
     expert = tl.load(experts_ptr + tile, cache_modifier=".cg")
@@ -212,13 +221,13 @@ def _experts_kernel(
         pair = tl.load(pairs_at, cache_modifier=".cg")
         is_pair = pair < num_rows * TOP_K
         weight_row = expert * num_weight_rows + in_expert
-        x_row = pair // TOP_K if GATED else pair
+        x_row = pair // TOP_K if FIRST else pair
         x_at = x_ptr + tl.where(is_pair, x_row, 0).to(tl.int64) * x_stride
         if KIND == "plain":
             weight_at = codes_ptr + weight_row.to(tl.int64)[:, None] * WIDTH
             total = _plain_sums(
                 x_at, weight_at, is_pair, is_out[:, None],
-                WIDTH, STEP, BLOCK_M, BLOCK_N, DEPENDENT and not GATED,
+                WIDTH, STEP, BLOCK_M, BLOCK_N, DEPENDENT and not FIRST,
             )  # fmt: skip
         else:
             read_row = expert * num_weight_rows + read_in_expert
@@ -226,7 +235,7 @@ def _experts_kernel(
             if KIND == "mxfp4":
                 total = _mxfp4_sums(
                     x_at, codes_at, scale_ptr + read_row, is_pair, is_read[:, None], NUM_ROWS,
-                    WIDTH, STEPS, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not GATED,
+                    WIDTH, STEPS, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not FIRST,
                 )  # fmt: skip
             else:
                 scale_at, zero_at, factor_at = scale_ptr + weight_row // ROWS, zero_ptr, factor_ptr
@@ -237,7 +246,7 @@ def _experts_kernel(
                 total = share_of_product(
                     x_at, codes_at, scale_at, zero_at, factor_at, is_pair, is_out, is_read,
                     scale_stride, NUM_ROWS, 0, KIND, NUM_IN, WIDTH, WIDTH, GROUP, STEP, STEPS,
-                    CHUNK, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not GATED,
+                    CHUNK, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not FIRST,
                 )  # fmt: skip
         pair = tl.load(pairs_at, cache_modifier=".cg")  # again: kept, it would spill registers
         is_pair = pair < num_rows * TOP_K
@@ -250,16 +259,18 @@ def _experts_kernel(
             gate = tl.where(gate > limit, limit, gate)
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
             y = (up + shift) * (gate / (1.0 + tl.exp(-alpha * gate)))
+        elif FIRST:
+            y = total * tl.where(total < 0.0, 0.0, total)  # keeps what is not a number
         else:
             y = total * tl.load(weights_ptr + pair, mask=is_pair, other=0.0)
-        out_row = pair if GATED else pair % TOP_K * num_rows + pair // TOP_K
+        out_row = pair if FIRST else pair % TOP_K * num_rows + pair // TOP_K
         outs = tile_n * OUTS + tl.arange(0, OUTS)
         tl.store(
             out_ptr + out_row.to(tl.int64) * width + outs[:, None],
             y.to(out_ptr.dtype.element_ty),
             mask=is_pair & (outs < width)[:, None],
         )
-    elif not GATED:
+    elif not FIRST:
         wait_for_inputs(DEPENDENT)
 
 

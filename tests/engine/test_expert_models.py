@@ -93,7 +93,7 @@ def test_experts_take_the_bytes_of_their_file(quantised: Path) -> None:
             for key, tensor in tensors.items()
             if key.startswith(name) and not key.endswith("bias")
         )
-        weights = block.mlp.gate_up.weight, block.mlp.down.weight
+        weights = block.mlp.first.weight, block.mlp.down.weight
         assert sum(weight.num_bytes for weight in weights) == stored * 3 // 6  # a row has 3 of 6
 
 

@@ -210,7 +210,7 @@ def test_the_check_at_load_unpacks_a_weight_once_a_pass(
     network = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
     assert isinstance(network, CompiledDecoder)
     # Three modules of transformers' share the weight of queries, keys and values.
-    linears = [*network.blocks[0].linears.values(), network.output_layer]
+    linears = [*network.blocks[0].linears, network.output_layer]
     assert len({times[linear.weight] for linear in linears}) == 1, times
 
 

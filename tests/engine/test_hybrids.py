@@ -1,5 +1,5 @@
 """Targets of which most layers keep a state in place of KV, which cannot go back: Qwen3.5 and
-its mixtures.
+its mixtures, and Nemotron 3.
 
 test_random_comparison.py has one among its kinds: any mixture of sequences, to the bit.
 """
@@ -7,11 +7,14 @@ test_random_comparison.py has one among its kinds: any mixture of sequences, to 
 import json
 import shutil
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from engines import GREEDY, engine_config, is_greedy, lagging, prompts, run, tokens
 from mtp import PlainHybrid, save_tiny_hybrid
+from paged import PROMPT, run_prompt
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     DEVICE,
@@ -22,6 +25,7 @@ from tiny_models import (
     save_tiny_model,
     write_index,
 )
+from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import NewRequest
 from outrider.engine.config import ModelConfig
@@ -33,7 +37,7 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.heads.config import HeadError
 from outrider.engine.models.heads.loading import load_head
 from outrider.engine.models.loading import load_network
-from outrider.engine.models.parts import delta_net
+from outrider.engine.models.parts import delta_net, mamba2
 from outrider.engine.models.weight_files import stored_tensors, unread_files
 
 K = 4
@@ -71,7 +75,8 @@ def test_greedy_answers_are_the_targets_own(target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lag", "architecture"), [(0, "qwen3_5_text"), (1, "qwen3_5_text"), (1, "qwen3_5_moe_text")]
+    ("lag", "architecture"),
+    [(0, "qwen3_5_text"), (1, "qwen3_5_text"), (1, "qwen3_5_moe_text"), (1, "nemotron_h")],
 )
 def test_any_number_of_drafts_may_be_accepted(
     lag: int, architecture: str, tiny_model: Tiny
@@ -95,8 +100,10 @@ def test_any_number_of_drafts_may_be_accepted(
     assert any(count < drafted for drafted, count in accepted if count)
 
 
-def test_a_model_may_draft_for_it(target: Path, tiny_model: Tiny) -> None:
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "nemotron_h"])
+def test_a_model_may_draft_for_it(architecture: str, tiny_model: Tiny) -> None:
     """Whose KV lies in the same pages, and which falls behind and catches up."""
+    target = tiny_model(architecture)
     engine = lagging(engine_config(target, tiny_model("qwen3"), k=K))
     answers(engine, target, prompts([5, 30, 1, 70], VOCAB))
     assert engine.stats().drafted_per_position[0] > 20
@@ -273,19 +280,72 @@ def test_as_a_draft_it_is_refused(target: Path, tiny_model: Tiny) -> None:
 def test_what_is_not_served_is_refused_by_name(
     changes: dict[str, object], says: str, own: Path
 ) -> None:
-    change_config(own, **changes)
+    check_refused(own, changes, says)
+
+
+def check_refused(path: Path, changes: dict[str, object], says: str) -> None:
+    change_config(path, **changes)
     with pytest.raises(UnsupportedModelError, match=f"only our own decoder keeps.*{says}"):
-        load_network(ModelConfig(path=str(own), dtype="float32"), DEVICE)
+        load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
 
 
-def test_a_delta_net_that_differs_from_transformers_is_refused(
-    target: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mamba_ssm_cache_dtype": "bfloat16"}, "its state is kept in bfloat16"),
+        ({"n_groups": 3}, "4 heads of Mamba2 cannot share 3 groups"),
+        ({"time_step_limit": [0.01, 10.0]}, r"its time steps are limited to \(0\.01, 10\.0\)"),
+        ({"moe_latent_size": 16}, "its config has moe_latent_size"),
+        ({"residual_in_fp32": True}, "its config has residual_in_fp32"),
+        ({"mlp_hidden_act": "silu"}, "its activation is silu"),
+        ({"ssm_state_size": 11}, r"conv1d\.weight is 80 x 1 x 4"),
+        ({"mamba_head_dim": 16}, r"conv1d\.weight is 80 x 1 x 4"),
+    ],
+)
+def test_what_is_not_served_of_mamba2_is_refused_by_name(
+    changes: dict[str, object], says: str, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    path = shutil.copytree(tiny_model("nemotron_h"), tmp_path / "own")
+    check_refused(path, changes, says)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "part"), [("qwen3_5_text", delta_net), ("nemotron_h", mamba2)]
+)
+def test_a_state_that_differs_from_transformers_is_refused(
+    architecture: str, part: ModuleType, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the comparison allows for a layer that enlarges rounding."""
-    ours = delta_net.gated_norm
-    monkeypatch.setattr(delta_net, "gated_norm", lambda *args: ours(*args) * (1 + 1e-4))
+    ours, path = part.gated_norm, tiny_model(architecture)
+
+    def off(*args: Any, **options: Any) -> torch.Tensor:
+        y: torch.Tensor = ours(*args, **options)
+        return y * (1 + 1e-4)
+
+    monkeypatch.setattr(part, "gated_norm", off)
     with pytest.raises(UnsupportedModelError, match="computes layer 0 at position 0 differently"):
-        load_network(ModelConfig(path=str(target), dtype="float32"), DEVICE)
+        load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+
+
+@torch.inference_mode()
+def test_time_steps_of_mamba2_have_no_least(tmp_path: Path) -> None:
+    """As transformers computes one token after the other, though it does not compute prompts so."""
+    path = save_tiny_model(tmp_path, "nemotron_h", time_step_min=0.1)
+    for name in stored_tensors(path):
+        if name.endswith("dt_bias"):
+            change_tensor(path, name, torch.tensor([-6.0, 0.0, -3.0, -4.0]))
+    ours = run_prompt(load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)).logits
+    eager = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").to(DEVICE)
+    assert (eager(PROMPT[None]).logits[0] - ours).norm() > 0.01 * ours.norm()
+    for module in eager.modules():  # the first token has no state yet, so it is a prompt, too
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, torch.inf)
+    cache, expected = None, []
+    for token in PROMPT:
+        output = eager(token.view(1, 1), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        expected.append(output.logits[0, 0])
+    torch.testing.assert_close(ours, torch.stack(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_another_model_with_a_state_is_refused(tmp_path: Path) -> None:

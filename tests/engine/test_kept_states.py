@@ -156,13 +156,21 @@ needs_equal_bits = pytest.mark.skipif(
 
 
 @needs_equal_bits
-@pytest.mark.parametrize("has_head", [False, True])
-@pytest.mark.parametrize("make", [Engine, lagging])
+@pytest.mark.parametrize(
+    ("make", "has_head", "architecture"),
+    [
+        *((make, has, "qwen3_5_text") for make in (Engine, lagging) for has in (False, True)),
+        (lagging, False, "nemotron_h"),
+    ],
+)
 def test_answers_from_kept_states_have_the_same_bits(
-    make: Callable[..., Engine], has_head: bool, target: Path, tmp_path: Path
+    make: Callable[..., Engine],
+    has_head: bool,
+    architecture: str,
+    tiny_model: Tiny,
+    tmp_path: Path,
 ) -> None:
-    if has_head:
-        target = save_tiny_hybrid(tmp_path / "model")
+    target = save_tiny_hybrid(tmp_path / "model") if has_head else tiny_model(architecture)
     options: dict[str, Any] = {"k": 2} if has_head else {"proposer": "suffix"}
     config = engine_config(
         target, target if has_head else None, state_interval=8, max_num_seqs=2, **options

@@ -74,7 +74,7 @@ def test_the_projection_is_one_of_its_weights(target: Path) -> None:
     network = load_network(ModelConfig(path=str(target), dtype="float32"), DEVICE)
     config = ModelConfig(path=str(target), dtype="float32", is_mtp=True)
     head = load_head(config, network, config.path)
-    parts = (*head.blocks[0].linears.values(), head.output_layer, head.fc)
+    parts = (*head.blocks[0].linears, head.output_layer, head.fc)
     assert head.weight_bytes == sum(linear.weight.num_bytes for linear in parts)
 
 

@@ -17,7 +17,8 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel, PackedLinear
 from outrider.engine.models.loading import load_network
 
-HYBRIDS = {"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}  # only our decoder keeps their states
+# Only our decoder keeps their states.
+HYBRIDS = {"nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 OURS = {
     "glm4_moe",
     "granitemoe",
@@ -25,6 +26,7 @@ OURS = {
     "mimo",
     "mistral",
     "mixtral",
+    "nemotron_h",
     "olmo2",
     "olmo3",
     "olmoe",

@@ -59,7 +59,7 @@ def test_logits_are_those_of_the_matrices_that_the_codes_mean(
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     difference = (expected - eager_logits(plain)).norm() / expected.norm()
     assert difference > 1e-2  # the formats round, or the test would prove nothing
-    weights = [linear.weight for linear in network.blocks[0].linears.values()]
+    weights = [linear.weight for linear in network.blocks[0].linears]
     assert all((weight.input_eps > 0) == rounds_inputs for weight in weights)
     kinds = [f"{kind} (inputs too)" if rounds_inputs else kind for kind in KINDS]
     assert network.weight_formats in (kinds if HAS_KERNELS else [""])

@@ -60,7 +60,7 @@ def test_experts_in_any_format_are_those_that_the_codes_mean(
     else:
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     mlp = next(block.mlp for block in network.blocks if block.mlp.chooser)
-    weights = [mlp.gate_up.weight, mlp.down.weight]
+    weights = [mlp.first.weight, mlp.down.weight]
     assert all(weight.input_eps == 0 for weight in weights)
     if HAS_KERNELS:
         assert all(type(weight) is StackedExperts and weight.format for weight in weights)
@@ -104,8 +104,8 @@ def test_plain_experts_that_share_a_tensor_are_rounded_on_the_way(
         load_network(ModelConfig(path=str(of), dtype="float32", quantization="fp8"), DEVICE)
         for of in (plain, path)
     )
-    expected = each.blocks[0].mlp.gate_up.weight.dequantised()
-    assert torch.equal(together.blocks[0].mlp.gate_up.weight.dequantised(), expected)
+    expected = each.blocks[0].mlp.first.weight.dequantised()
+    assert torch.equal(together.blocks[0].mlp.first.weight.dequantised(), expected)
     whole = tensors["model.layers.0.mlp.experts.gate_up_proj"].flatten(0, 1).to(DEVICE)
     assert 1e-3 < (expected - whole).norm() / whole.norm() < 0.05
 

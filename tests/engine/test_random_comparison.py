@@ -45,9 +45,10 @@ KINDS = (
     "suffix",
     "hybrid",
     "hybrid-dflash2",
+    "mamba2",
 )
-HYBRIDS = ("hybrid", "hybrid-dflash2")
-# Of 10 kinds: 130 requests; 180 more in `make deep`, for CI has 40 minutes, and hybrids are slow;
+HYBRIDS = ("hybrid", "hybrid-dflash2", "mamba2")
+# Of 11 kinds: 130 requests; 180 more in `make deep`, for CI has 40 minutes, and hybrids are slow;
 # and 2,500 in `make sweep`.
 CASES: list[Any] = [
     pytest.param(kind, 0, 13, marks=pytest.mark.deep if kind in HYBRIDS else ()) for kind in KINDS
@@ -82,6 +83,9 @@ def save_pair(kind: str, folder: Path) -> tuple[Path, Path | None]:
     if kind == "hybrid":
         path = save_tiny_hybrid(folder / "target", "qwen3_5_moe_text")
         return path, path
+    if kind == "mamba2":
+        target = save_tiny_model(folder / "target", "nemotron_h")
+        return target, save_tiny_model(folder / "draft", "qwen3")
     if kind == "hybrid-dflash2":
         target = save_tiny_model(folder / "target", "qwen3_5_text")
         options = {"boundaries": (0, 1, 3), "selector": (6, 48), "windows": (7, None)}

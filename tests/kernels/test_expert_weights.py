@@ -16,7 +16,7 @@ from outrider.engine.models.checkpoint import Checkpoint
 from outrider.engine.models.formats import FORMATS as READERS
 from outrider.engine.models.parts.experts import ExpertWeights, StackedExperts, read_experts
 from outrider.kernels.model.expert_matrix import SILU
-from outrider.kernels.model.experts import ExpertProduct, add_by_expert, gated_by_expert
+from outrider.kernels.model.experts import ExpertProduct, activations_by_expert, add_by_expert
 from outrider.kernels.model.routing import Router, route
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
@@ -71,9 +71,9 @@ def test_stacked_experts_are_those_that_the_codes_mean(
     x, logits = (torch.randn(5, n, generator=generator).to(DEVICE) for n in (WIDTH, 6))
     routing = route(logits, Router(2))
     got, expected = torch.zeros_like(x), torch.zeros_like(x)
-    gated = gate_up.gated(x, routing, None, SILU)
+    gated = gate_up.activations(x, routing, None, SILU)
     down.add_to(got, gated, routing, None, None)
-    gated = gated_by_expert(x, routing, product("gate_proj", "up_proj"), INNER, SILU)
+    gated = activations_by_expert(x, routing, product("gate_proj", "up_proj"), INNER, SILU)
     add_by_expert(expected, gated, routing, product("down_proj"))
     assert (got - expected).norm() < 1e-5 * expected.norm()
 

@@ -13,13 +13,21 @@ from verification import DEVICE, HAS_KERNELS
 from outrider.kernels.model import expert_tiles
 from outrider.kernels.model import experts as experts_module
 from outrider.kernels.model.e2m1 import MOST_EXPONENT
-from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu, expert_of
+from outrider.kernels.model.expert_matrix import (
+    RELU_SQUARED,
+    SILU,
+    Activation,
+    ExpertMatrix,
+    Glu,
+    expert_of,
+    layers_in_first,
+)
 from outrider.kernels.model.expert_tiles import tiles_reference
 from outrider.kernels.model.experts import (
+    activations_by_expert,
     add_by_expert,
     add_experts,
-    gated_by_expert,
-    gated_experts,
+    expert_activations,
 )
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 from outrider.kernels.model.rms_norm import Norm, rms_norm, rms_norm_reference
@@ -55,32 +63,40 @@ def make_matrix(num_experts: int, num_out: int, num_in: int) -> ExpertMatrix:
 
 
 class Experts(NamedTuple):
-    gate_up: ExpertMatrix
+    first: ExpertMatrix
     down: ExpertMatrix
-    glu: Glu
+    activation: Activation
 
 
 def make(num_experts: int = 5, width: int = 128, inner: int = 192) -> Experts:
-    gate_up = make_matrix(num_experts, 2 * inner, width)
-    return Experts(gate_up, make_matrix(num_experts, width, inner), Glu(1.7, 2.0, 1.0))
+    first = make_matrix(num_experts, 2 * inner, width)
+    return Experts(first, make_matrix(num_experts, width, inner), Glu(1.7, 2.0, 1.0))
 
 
 def make_plain(
-    num_experts: int, width: int, inner: int, dtype: torch.dtype = torch.float32
+    num_experts: int,
+    width: int,
+    inner: int,
+    dtype: torch.dtype = torch.float32,
+    activation: Activation = SILU,
 ) -> Experts:
     def matrix(num_out: int, num_in: int) -> ExpertMatrix:
         numbers = randn(num_experts * num_out, num_in) * num_in**-0.5
         return ExpertMatrix(numbers.to(dtype), None, num_experts)
 
-    return Experts(matrix(2 * inner, width), matrix(width, inner), SILU)
+    first = matrix(layers_in_first(activation) * inner, width)
+    return Experts(first, matrix(width, inner), activation)
 
 
-def make_narrow(name: str, num_experts: int, width: int, inner: int) -> Experts:
+def make_narrow(
+    name: str, num_experts: int, width: int, inner: int, activation: Activation = SILU
+) -> Experts:
     def matrix(num_out: int, num_in: int) -> ExpertMatrix:
         made = narrow_of(NARROW[name], num_experts * num_out, num_in)
         return ExpertMatrix(made, None, num_experts)
 
-    return Experts(matrix(2 * inner, width), matrix(width, inner), SILU)
+    first = matrix(layers_in_first(activation) * inner, width)
+    return Experts(first, matrix(width, inner), activation)
 
 
 def of_bfloat16(experts: Experts) -> Experts:
@@ -88,7 +104,7 @@ def of_bfloat16(experts: Experts) -> Experts:
         assert layer.bias is not None
         return layer._replace(bias=layer.bias.bfloat16())
 
-    return experts._replace(gate_up=matrix(experts.gate_up), down=matrix(experts.down))
+    return experts._replace(first=matrix(experts.first), down=matrix(experts.down))
 
 
 def make_of_bfloat16(name: str, num_experts: int, width: int) -> Experts:
@@ -106,8 +122,8 @@ def add(
     experts: Experts,
     norm: Norm | None = None,
 ) -> Normed | None:
-    gated = gated_experts(x, routing, experts.gate_up, experts.glu)
-    return add_experts(residual, gated, routing, experts.down, norm)
+    inner = expert_activations(x, routing, experts.first, experts.activation)
+    return add_experts(residual, inner, routing, experts.down, norm)
 
 
 def add_reference(
@@ -116,26 +132,31 @@ def add_reference(
     def of(layer: ExpertMatrix) -> Any:
         return lambda e, rows: functional.linear(rows, *expert_of(layer, e, rows.dtype))
 
-    inner = experts.gate_up.num_out // 2
-    gated = gated_by_expert(x, routing, of(experts.gate_up), inner, experts.glu)
-    add_by_expert(residual, gated, routing, of(experts.down))
+    num_inner = experts.first.num_out // layers_in_first(experts.activation)
+    first = of(experts.first)
+    inner = activations_by_expert(x, routing, first, num_inner, experts.activation)
+    add_by_expert(residual, inner, routing, of(experts.down))
 
 
 def by_formulas(x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
     """Every expert's output for every row, times its weight, if the row chose it; in float64."""
     out = torch.zeros_like(x, dtype=torch.float64)
-    glu = experts.glu
 
     def product(layer: ExpertMatrix, expert: int, inputs: torch.Tensor) -> torch.Tensor:
         matrix, bias = expert_of(layer, expert, torch.float64)
         return inputs @ matrix.T + (0 if bias is None else bias.double())
 
-    for expert in range(experts.gate_up.num_experts):
-        gate, up = product(experts.gate_up, expert, x.double()).chunk(2, 1)
+    def activated(y: torch.Tensor) -> torch.Tensor:
+        if (glu := experts.activation) == RELU_SQUARED:
+            return y.clamp(min=0) ** 2
+        gate, up = y.chunk(2, 1)
         gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
-        gated = (up + glu.shift) * gate * (glu.alpha * gate).sigmoid()
+        return (up + glu.shift) * gate * (glu.alpha * gate).sigmoid()
+
+    for expert in range(experts.first.num_experts):
+        inner = activated(product(experts.first, expert, x.double()))
         weight = routing.weights.double().where(routing.ids == expert, 0).sum(1, keepdim=True)
-        out += weight * product(experts.down, expert, gated)
+        out += weight * product(experts.down, expert, inner)
     return out
 
 
@@ -262,10 +283,12 @@ def test_padding_rows_have_no_experts_and_change_nothing(
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("num_rows", "with_norm", "is_plain"), pairwise([1, 7, 60], [False, True], [False, True])
+    ("num_rows", "with_norm", "kind"),
+    pairwise([1, 7, 60], [False, True], ["plain", "mxfp4", "no gates"]),
 )
-def test_kernel_equals_the_formulas(num_rows: int, with_norm: bool, is_plain: bool) -> None:
-    experts = make_plain(5, 128, 200) if is_plain else make()
+def test_kernel_equals_the_formulas(num_rows: int, with_norm: bool, kind: str) -> None:
+    activation: Activation = RELU_SQUARED if kind == "no gates" else SILU
+    experts = make() if kind == "mxfp4" else make_plain(5, 128, 200, activation=activation)
     x = randn(num_rows, 131)[:, :128]  # rows need not follow each other
     residual = randn(num_rows, 128)
     norm = Norm(randn(128), 1e-5) if with_norm else None
@@ -286,14 +309,24 @@ def test_kernel_equals_the_formulas(num_rows: int, with_norm: bool, is_plain: bo
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("name", "num_rows", "size"),
-    [(name, *((1, 16), (9, 32), (17, 128))[i % 3]) for i, name in enumerate(sorted(NARROW))],
+    ("name", "num_rows", "size", "activation"),
+    [
+        (name, *((1, 16), (9, 32), (17, 128))[i % 3], (SILU, RELU_SQUARED)[i % 2])
+        for i, name in enumerate(sorted(NARROW))
+    ],
 )
 def test_narrow_matrices_of_every_format(
-    name: str, num_rows: int, size: int, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    num_rows: int,
+    size: int,
+    activation: Activation,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(expert_tiles, "_TILES", (size,))
-    experts, x = make_narrow(name, 3, 192, 96), randn(num_rows, 192)
+    experts, x = (
+        make_narrow(name, 3, 192, 192 // layers_in_first(activation), activation),
+        randn(num_rows, 192),
+    )
     routing = route(randn(num_rows, 3), Router(2))
     residual, plain = torch.zeros_like(x), torch.zeros_like(x)
     add(residual, x, routing, experts)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model.attention_items import list_items
-from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu
+from outrider.kernels.model.expert_matrix import RELU_SQUARED, SILU, Activation, ExpertMatrix, Glu
 from outrider.kernels.model.expert_tiles import Tiles
 from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.narrow_linear import narrow_linear
@@ -21,8 +21,16 @@ from outrider.kernels.model.product import product
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.routing import Routing
 from outrider.kernels.model.row_codes import round_rows
+from outrider.kernels.model.rows import BatchRows
 from outrider.kernels.model.scaled_linear import scaled_linear
 from outrider.kernels.model.split_product import PeerParts, add_parts
+from outrider.kernels.model.state_layer import (
+    StateHeads,
+    StateMemory,
+    StateWeights,
+    pass_rows,
+    rows_kept,
+)
 from outrider.kernels.triton_or_none import HAS_GLUON
 
 machine_code = pytest.importorskip("machine_code", exc_type=ImportError)
@@ -90,15 +98,24 @@ def test_narrow_experts_do_not_overwrite_what_is_multiplied(
     check(kernels)
 
 
-@pytest.mark.parametrize("gpu", [machine_code.H100, machine_code.RTX_4090])
+@pytest.mark.parametrize(
+    ("gpu", "activation"),
+    [
+        (machine_code.H100, SILU),
+        (machine_code.RTX_4090, SILU),
+        (machine_code.H100, RELU_SQUARED),
+    ],
+)
 @pytest.mark.parametrize("size", [16, 128])
-def test_plain_experts_are_multiplied_by_tensor_cores(gpu: machine_code.Gpu, size: int) -> None:
+def test_plain_experts_are_multiplied_by_tensor_cores(
+    gpu: machine_code.Gpu, activation: Activation, size: int
+) -> None:
     with machine_code.launches(gpu) as kernels:
         int32 = torch.int32
-        gate_up, down = (ExpertMatrix(empty(8 * 960, size), None, 8) for size in (512, 480))
+        first, down = (ExpertMatrix(empty(8 * 960, size), None, 8) for size in (512, 480))
         tiles = Tiles(empty(9, dtype=int32), empty(9, size, dtype=int32))
         routing = Routing(empty(50, 4, dtype=int32), empty(50, 4, dtype=torch.float32), tiles)
-        experts_product(empty(50, 512), routing, gate_up, SILU)
+        experts_product(empty(50, 512), routing, first, activation)
         experts_product(empty(200, 480), routing, down, None)
     assert len(kernels) == 2
     for kernel in kernels:
@@ -219,6 +236,40 @@ def experts(kind: Kind | None, num_rows: int) -> None:
     experts_product(empty(50, 960), routing, layer, SILU if kind is None else Glu(1.7, 7.0, 1.0))
 
 
+def states(heads: StateHeads, *, corrects: bool) -> None:
+    """A prompt's rows, and those of drafts."""
+    num_values, num_slots = heads.num_value_heads, 3
+    numbers = empty(num_values, dtype=torch.float32)
+    weights = StateWeights(empty(4, heads.num_channels).t(), numbers, numbers)
+    if not corrects:
+        weights = weights._replace(bias=empty(heads.num_channels), skip=numbers)
+    state = empty(num_slots, num_values, heads.key_dim, heads.value_dim, dtype=torch.float32)
+    ring = empty(num_slots, rows_kept(4, 3), heads.row_width)
+    tokens = empty(num_slots, dtype=torch.int64)
+    bounds = empty(num_slots + 1, dtype=torch.int64)
+    rows = BatchRows(tokens, tokens, tokens, tokens, tokens, bounds)
+    memory = StateMemory(state, ring, tokens)
+    pass_rows(empty(300, heads.row_width), heads, weights, memory, rows, tokens, corrects=corrects)
+
+
+def delta_nets() -> None:
+    states(StateHeads(16, 32, 128, 128, num_scalars=2), corrects=True)
+
+
+def mamba2s() -> None:
+    states(StateHeads(8, 64, 128, 64, num_scalars=1), corrects=False)
+
+
+@pytest.mark.parametrize("launch", [delta_nets, mamba2s])
+def test_states_stay_in_registers(launch: Callable[[], None]) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        launch()
+    assert len(kernels) == 4
+    through_states = machine_code.disassembled(kernels[2])
+    assert re.search(r"\bHG?MMA\b", through_states)
+    assert not re.search(r"\bSTL\b", through_states), "registers are spilled"
+
+
 def norms(width: int) -> None:
     rms_norm(empty(9, width), Norm(empty(width), 1e-5))
 
@@ -241,6 +292,8 @@ GPUS = [
         (attention, [(1, 4, False), (2, 300, True)]),
         (experts, [(None, 16), ("fp4", 128)]),
         (norms, [(5000,)]),
+        (delta_nets, [()]),
+        (mamba2s, [()]),
     ],
 )
 def test_kernels_compile_for_every_gpu_and_fit_into_its_shared_memory(

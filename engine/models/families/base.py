@@ -61,6 +61,12 @@ class Family(ABC):
     layer_types: ClassVar[frozenset[str]] = frozenset(LAYER_TYPES)  # that it implements
     rope_fields: ClassVar[frozenset[str]] = frozenset()  # of RoPE, beside those of all models
     rotary: ClassVar[type] = LlamaRotaryEmbedding  # transformers', which knows those
+    activations: ClassVar[Mapping[str, str]] = {"hidden_act": "silu"}  # the only ones, by field
+    # Fields that do not change the forward pass of these models, beside those of all models.
+    neutral: ClassVar[frozenset[str]] = frozenset()
+    # What transformers calls the embedding and the last norm.
+    embedding: ClassVar[str] = EMBEDDING
+    last_norm: ClassVar[str] = "model.norm"
     # Parts of tensors' names in files, and what transformers calls them.
     renamed: ClassVar[dict[str, str]] = {}
 
@@ -72,6 +78,7 @@ class Family(ABC):
         # Of the share that `tensors` reads.
         self.config = SimpleNamespace(**{name: declared.get(name) for name in self.fields})
         self.config.head_dim = _head_dim(config)
+        self.config.num_hidden_layers = config.num_hidden_layers  # not declared by all
         self.kv_copies = max(1, size // config.num_key_value_heads)
 
     @classmethod
@@ -84,6 +91,11 @@ class Family(ABC):
         config.head_dim = head_dim
         for name, count in cls._counts(config).items():
             setattr(config, name, max(1, count // size))
+        return config
+
+    @classmethod
+    def compared(cls, config: PreTrainedConfig) -> PreTrainedConfig:
+        """That with which transformers' code computes what is right, if `config` is not."""
         return config
 
     @classmethod
@@ -105,7 +117,7 @@ class Family(ABC):
     def why_unknown(cls, config: PreTrainedConfig) -> str | None:
         """What the config says that this family does not implement; None if there is nothing."""
         given = {name for name, value in _declared(config).items() if value not in (None, False)}
-        if unknown := sorted(given - cls.fields - _NEUTRAL):
+        if unknown := sorted(given - cls.fields - cls.neutral - _NEUTRAL):
             return f"its config has {', '.join(unknown)}"
         if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - cls.layer_types):
             return f"it has layers of type {', '.join(unknown)}"
@@ -116,8 +128,9 @@ class Family(ABC):
             rope_type = rope.get("rope_type", "default")
             if rope_type not in STATIC_ROPE:
                 return f"its RoPE is {rope_type}"
-        if config.hidden_act != "silu":
-            return f"its activation is {config.hidden_act}"
+        for field, known in cls.activations.items():
+            if (activation := getattr(config, field)) != known:
+                return f"its activation is {activation}"
         return None
 
     @abstractmethod
@@ -139,7 +152,9 @@ class Family(ABC):
         """
         config, given, tensors = self.config, self._given, self.tensors
         blocks = [self.block(f"model.layers.{i}", i) for i in range(config.num_hidden_layers)]
-        embedding = tensors.tensor(f"{EMBEDDING}.weight", config.vocab_size, config.hidden_size)
+        embedding = tensors.tensor(
+            f"{self.embedding}.weight", config.vocab_size, config.hidden_size
+        )
         # The first rank alone computes logits: for others any matrix will do.
         is_first = tensors.share.rank == 0
         if is_first and given.tie_word_embeddings and f"{OUTPUT_LAYER}.weight" in tensors:
@@ -149,7 +164,7 @@ class Family(ABC):
             output_layer = tensors.tied(embedding)
         else:
             output_layer = tensors.linear(config.hidden_size, {OUTPUT_LAYER: config.vocab_size})
-        return Decoder(embedding, blocks, self.norm("model.norm"), output_layer)
+        return Decoder(embedding, blocks, self.norm(self.last_norm), output_layer)
 
     def norm(self, name: str, size: int | None = None) -> Norm:
         """A norm; of the residual stream, if no size is given."""
@@ -176,7 +191,7 @@ class Family(ABC):
     @functools.cached_property
     def no_rope(self) -> Rope:
         """It rotates by 0 at every position."""
-        return Rope(torch.zeros_like(self.rope.inv_freq), 1.0)
+        return Rope(torch.zeros(self.config.head_dim // 2, device=self.tensors.device), 1.0)
 
 
 def _head_dim(config: Any) -> int:
@@ -187,7 +202,7 @@ def _head_dim(config: Any) -> int:
 
 def _ropes(config: Any) -> dict[str, dict[str, Any]]:
     """The parameters of RoPE by type of layer, or by "" if all layers have the same."""
-    rope = config.rope_parameters or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     return rope if any(isinstance(value, dict) for value in rope.values()) else {"": rope}
 
 

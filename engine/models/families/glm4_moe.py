@@ -12,7 +12,6 @@ from typing import Any
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 
 from outrider.kernels.model.rms_norm import Norm
-from outrider.kernels.model.routing import Router
 
 from ..blocks import Block
 from ..parts.base import Part
@@ -39,14 +38,6 @@ class Glm4Moe(Llama):
         if layer < config.first_k_dense_replace:
             return super().mlp(name, norm, layer, **options)
         num_experts, inner = config.n_routed_experts, config.moe_intermediate_size
-        router = Router(
-            config.num_experts_per_tok,
-            over_all=not config.norm_topk_prob,
-            scale=config.routed_scaling_factor,
-            sigmoid=True,
-            bias=self.tensors.float32(f"{name}.gate.e_score_correction_bias", num_experts),
-            num_groups=config.n_group,
-            top_groups=config.topk_group,
-        )
+        router = self.sigmoid_router(name, num_experts)
         shared = "shared_experts", inner * config.n_shared_experts
         return self.experts(name, norm, router, num_experts, inner, exact=True, shared=shared)

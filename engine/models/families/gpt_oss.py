@@ -56,9 +56,9 @@ class GptOss(Windowed):
         return ExpertMLP(
             norm=norm,
             router_layer=tensors.linear(width, {f"{name}.router": num_experts}),
-            gate_up=read_experts(tensors, f"{experts}.gate_up_proj", gate_up, top_k, gated=True),
+            first=read_experts(tensors, f"{experts}.gate_up_proj", gate_up, top_k, gated=True),
             down=read_experts(tensors, f"{experts}.down_proj", down, top_k),
-            glu=Glu(config.swiglu_alpha or _ALPHA, config.swiglu_limit or _LIMIT, 1.0),
+            activation=Glu(config.swiglu_alpha or _ALPHA, config.swiglu_limit or _LIMIT, 1.0),
             router=Router(top_k),
             chooser=f"{name}.router",
         )

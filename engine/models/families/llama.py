@@ -75,6 +75,19 @@ class Llama(Family):
             **options,
         )
 
+    def sigmoid_router(self, name: str, num_experts: int) -> Router:
+        """Of sigmoids plus a bias, as DeepSeek's."""
+        config = self.config
+        return Router(
+            config.num_experts_per_tok,
+            over_all=not config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+            sigmoid=True,
+            bias=self.tensors.float32(f"{name}.gate.e_score_correction_bias", num_experts),
+            num_groups=config.n_group,
+            top_groups=config.topk_group,
+        )
+
     def rope_of(self, layer: int) -> Rope:
         return self.rope
 

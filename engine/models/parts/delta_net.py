@@ -1,74 +1,22 @@
 """A gated delta net: it looks at other tokens through a state of one size, not through their KV."""
 
-import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from outrider.kernels.model.delta_net import (
-    DeltaHeads,
-    DeltaMemory,
-    DeltaWeights,
-    delta_net,
-    rows_kept,
-)
+from outrider.kernels.model.delta_net import delta_net
 from outrider.kernels.model.gated_norm import gated_norm
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.state_layer import StateHeads, StateWeights
 
 from ..attention import ForwardBatch
 from ..checkpoint import AnyCheckpoint
 from ..shares import Cut, Outputs, Section
-from ..slot_state import SlotState
 from ..weights import Linear
 from .base import Part
-
-_ALIGNMENT = 128  # bytes, of each layer's fields
-
-
-def _as(memory: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
-    """The first numbers of each slot. Shape: [num_slots, bytes] uint8 -> [num_slots, *shape]."""
-    return memory.view(dtype)[:, : math.prod(shape)].view(len(memory), *shape)
-
-
-@dataclass(slots=True)
-class DeltaState(SlotState):
-    """The matrices of all value heads, and the latest rows."""
-
-    heads: DeltaHeads
-    num_taps: int  # of the convolution
-    memory: DeltaMemory | None = None
-
-    def num_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
-        return sum(self._sizes(max_drafts, dtype))
-
-    def _sizes(self, max_drafts: int, dtype: torch.dtype) -> list[int]:
-        """Bytes in a slot of each field of its memory."""
-        heads = self.heads
-        num_numbers = heads.num_value_heads * heads.key_dim * heads.value_dim
-        num_rows = rows_kept(self.num_taps, max_drafts)
-        fields = (num_numbers * 4, num_rows * heads.row_width * dtype.itemsize, 8)
-        return [-(-size // _ALIGNMENT) * _ALIGNMENT for size in fields]
-
-    def bind(self, memory: Tensor, max_drafts: int, dtype: torch.dtype, start: int = 0) -> None:
-        heads = self.heads
-        state, ring, num_rows = memory.split(self._sizes(max_drafts, dtype), 1)
-        shape = heads.num_value_heads, heads.key_dim, heads.value_dim
-        ring_shape = rows_kept(self.num_taps, max_drafts), heads.row_width
-        self.memory = DeltaMemory(
-            _as(state, torch.float32, *shape),
-            _as(ring, dtype, *ring_shape),
-            _as(num_rows, torch.int64).fill_(start),
-        )
-
-    def free(self) -> None:
-        self.memory = None
-
-    @property
-    def bound(self) -> DeltaMemory:
-        assert self.memory is not None, "a delta net before its state was bound"
-        return self.memory
+from .head_states import HeadStates
 
 
 @dataclass(slots=True)
@@ -77,9 +25,9 @@ class DeltaNet(Part):
 
     inputs: Linear
     output: Linear
-    weights: DeltaWeights
+    weights: StateWeights
     gated_norm: Norm  # of each value head
-    state: DeltaState
+    state: HeadStates
     order: Tensor | None = field(default=None, kw_only=True)  # of the inputs' columns
 
     def __post_init__(self) -> None:
@@ -92,7 +40,7 @@ class DeltaNet(Part):
         *,
         norm: Norm,
         width: int,
-        heads: DeltaHeads,
+        heads: StateHeads,
         num_taps: int,
         by_key_head: bool,
     ) -> "DeltaNet":
@@ -126,13 +74,13 @@ class DeltaNet(Part):
                 width, {f"{name}.{part}": size for part, size in sizes.items()}, axis="outputs"
             ),
             output=tensors.linear(num_values, {f"{name}.out_proj": width}, axis="inputs"),
-            weights=DeltaWeights(
+            weights=StateWeights(
                 convolution[:, 0].t().contiguous().t(),
                 tensors.float32(f"{name}.A_log", heads.num_value_heads, cut=by_head),
                 tensors.float32(f"{name}.dt_bias", heads.num_value_heads, cut=by_head),
             ),
             gated_norm=Norm(tensors.float32(f"{name}.norm.weight", heads.value_dim), norm.eps),
-            state=DeltaState(heads, num_taps),
+            state=HeadStates(heads, num_taps),
             order=order,
         )
 
@@ -148,7 +96,7 @@ class DeltaNet(Part):
         return self.output.add_to(x, gated_norm(y, self.gated_norm, z), norm=next_norm)
 
 
-def columns_by_kind(heads: DeltaHeads) -> Tensor:
+def columns_by_kind(heads: StateHeads) -> Tensor:
     """Of columns that lie by key head (q, k, v, z of each, then b, a of each), the order in which
     they are q, k, v, b, a, z of all heads.
     """

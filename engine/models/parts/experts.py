@@ -9,13 +9,20 @@ import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu, part_of
+from outrider.kernels.model.expert_matrix import (
+    SILU,
+    Activation,
+    ExpertMatrix,
+    Glu,
+    layers_in_first,
+    part_of,
+)
 from outrider.kernels.model.experts import (
     ExpertProduct,
+    activations_by_expert,
     add_by_expert,
     add_experts,
-    gated_by_expert,
-    gated_experts,
+    expert_activations,
 )
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, stack
 from outrider.kernels.model.rms_norm import Norm, rms_norm
@@ -30,20 +37,23 @@ from ..shares import Cut, Outputs, Section
 from ..weights import Axis, Dense, Layer, Linear, Matrix, Unrounded, Weight
 from .base import Part
 from .gated_mlp import GatedMLP
+from .plain_mlp import PlainMLP
 
 
 class ExpertWeights(Weight):
     """The matrices of all experts, [E N, K], of which a row takes those that it is routed to."""
 
     @abstractmethod
-    def gated(self, x: Tensor, routing: Routing, bias: Tensor | None, glu: Glu) -> Tensor:
-        """As `gated_experts`. Shape: x [T, K] -> [T * k, N / 2]."""
+    def activations(
+        self, x: Tensor, routing: Routing, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
+        """As `expert_activations`."""
 
     @abstractmethod
     def add_to(
-        self, x: Tensor, gated: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
+        self, x: Tensor, inner: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
     ) -> Normed | None:
-        """As `add_experts`. Shape: x [T, N], gated [T * k, K]."""
+        """As `add_experts`. Shape: x [T, N], inner [T * k, K]."""
 
     def as_batch_invariant(self, bias: Tensor | None) -> "ExpertWeights":
         return self  # each row is summed in one order anyway
@@ -65,13 +75,15 @@ class StackedExperts(ExpertWeights):
     def _with(self, bias: Tensor | None) -> ExpertMatrix:
         return ExpertMatrix(self._matrix, bias, self._num_experts)
 
-    def gated(self, x: Tensor, routing: Routing, bias: Tensor | None, glu: Glu) -> Tensor:
-        return gated_experts(x, routing, self._with(bias), glu)
+    def activations(
+        self, x: Tensor, routing: Routing, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
+        return expert_activations(x, routing, self._with(bias), activation)
 
     def add_to(
-        self, x: Tensor, gated: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
+        self, x: Tensor, inner: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
     ) -> Normed | None:
-        return add_experts(x, gated, routing, self._with(bias), norm)
+        return add_experts(x, inner, routing, self._with(bias), norm)
 
     def dequantised(self) -> Tensor:
         matrix = self._matrix
@@ -97,14 +109,16 @@ class SeparateExperts(ExpertWeights):
         biases = [None] * len(weights) if bias is None else bias.view(len(weights), -1)
         return lambda expert, rows: weights[expert].multiply(rows, biases[expert])
 
-    def gated(self, x: Tensor, routing: Routing, bias: Tensor | None, glu: Glu) -> Tensor:
-        num_out = self._weights[0].shape[0] // 2
-        return gated_by_expert(x, routing, self._product(bias), num_out, glu)
+    def activations(
+        self, x: Tensor, routing: Routing, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
+        num_out = self._weights[0].shape[0] // layers_in_first(activation)
+        return activations_by_expert(x, routing, self._product(bias), num_out, activation)
 
     def add_to(
-        self, x: Tensor, gated: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
+        self, x: Tensor, inner: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
     ) -> None:
-        add_by_expert(x, gated, routing, self._product(bias))
+        add_by_expert(x, inner, routing, self._product(bias))
 
     def dequantised(self) -> Tensor:
         return torch.cat([weight.dequantised() for weight in self._weights])
@@ -193,18 +207,20 @@ def read_experts(
 
 @dataclass(slots=True)
 class ExpertMLP(Part):
-    """The sum over a row's experts of weight * down(glu(gate_up(x))); see `kernels/model/experts`.
+    """The sum over a row's experts of weight * down(activation(first(x))); see
+    `kernels/model/experts`.
 
-    A shared expert, which all rows have, is added to that: shared_down(silu(gate) * up), times the
-    sigmoid of the router's last output if it is gated. Padding rows have no experts of their own.
+    A shared expert, which all rows have, is added to that: an MLP with the same activation, times
+    the sigmoid of the router's last output if it is gated. Padding rows have no experts of their
+    own.
     """
 
     router_layer: Linear  # an output for each expert, and one for the shared expert's gate
-    gate_up: Layer[ExpertWeights]  # the gate's outputs, then those of `up`
+    first: Layer[ExpertWeights]  # the gate's outputs, then those of `up`; or of `up` alone
     down: Layer[ExpertWeights]
-    glu: Glu
+    activation: Activation
     router: Router
-    shared: GatedMLP | None = None
+    shared: GatedMLP | PlainMLP | None = None
     is_gated: bool = False  # whether the shared expert is
     choice: Routing | None = None  # of all rows, if it is made already
 
@@ -222,8 +238,9 @@ class ExpertMLP(Part):
         exact: bool = False,
         shared: tuple[str, int] | None = None,
         shared_gate: str | None = None,
+        activation: Activation = SILU,
     ) -> "ExpertMLP":
-        """`inner`: outputs of an expert's gate. `gate`: the router's name. `exact`: its logits are
+        """`inner`: outputs of an expert's `up`. `gate`: the router's name. `exact`: its logits are
         float32. `shared`: name and inner size of the shared expert; `shared_gate`: its gate's name.
 
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape, and
@@ -242,21 +259,20 @@ class ExpertMLP(Part):
             if not isinstance(layer.weight, Dense):
                 raise UnsupportedModelError(f"its router is in {layer.weight.format}")
             layer = layer._replace(weight=Unrounded(layer.weight.matrix))
+        has_gates = isinstance(activation, Glu)
         if shared is not None:
-            expert = GatedMLP.read(
+            kind = GatedMLP if has_gates else PlainMLP
+            expert = kind.read(
                 tensors, f"{name}.{shared[0]}", norm=None, width=width, inner=shared[1]
             )
+        sizes = {"gate_proj": inner, "up_proj": inner} if has_gates else {"up_proj": inner}
+        stored = "gate_up_proj" if has_gates else "up_proj"
         return ExpertMLP(
             norm=norm,
             router_layer=layer,
-            gate_up=read(
-                "gate_up_proj",
-                {"gate_proj": inner, "up_proj": inner},
-                num_inputs=width,
-                axis="outputs",
-            ),
+            first=read(stored, sizes, num_inputs=width, axis="outputs"),
             down=read("down_proj", {"down_proj": width}, num_inputs=inner, axis="inputs"),
-            glu=SILU,
+            activation=activation,
             router=router,
             chooser=f"{name}.{gate}",
             shared=expert,
@@ -274,14 +290,14 @@ class ExpertMLP(Part):
         routing = self.choice or route(self._of_experts(logits), self.router, num_rows)
         if self.factor != 1:
             routing = routing._replace(weights=routing.weights * self.factor)
-        gate_up, down = self.gate_up, self.down
-        gated = gate_up.weight.gated(normed, routing, gate_up.bias, self.glu)
+        first, down = self.first, self.down
+        inner = first.weight.activations(normed, routing, first.bias, self.activation)
         if self.shared is not None:
-            shared = self.shared.gate_up(normed, gated=True)
+            shared = self.shared.activations(normed)
             if self.is_gated:
                 shared *= logits[:, -1:].sigmoid()
             self.shared.down.add_to(x, shared)
-        return down.weight.add_to(x, gated, routing, down.bias, next_norm)
+        return down.weight.add_to(x, inner, routing, down.bias, next_norm)
 
     def _of_experts(self, logits: Tensor) -> Tensor:
         return logits[:, :-1] if self.is_gated else logits

@@ -58,6 +58,10 @@ class GatedMLP(Part):
         gated = self.gate_up.of_normed(x, normed, self.norm, gated=True)
         return self.add(x, self.down, gated, next_norm)
 
+    def activations(self, normed: Tensor) -> Tensor:
+        """What `down` multiplies. Shape: [T, hidden] -> [T, inner]."""
+        return self.gate_up(normed, gated=True)
+
     def compiled(self) -> Compiled | None:
         if self.norm is None or self.post_norm or self.gate_up.weight.shape[0] % (2 * TILE):
             return None

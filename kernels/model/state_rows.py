@@ -1,6 +1,6 @@
-"""The rows of delta nets before and after their way through the states, which is `delta_cells.py`.
+"""Rows of layers with a state, before and after their way through it, which is `state_cells.py`.
 
-See `delta_net.py` for the formulas.
+See `delta_net.py` and `mamba2.py` for the formulas.
 """
 
 from ..triton_or_none import tl, triton
@@ -67,6 +67,7 @@ def prepare_kernel(
     convolution_ptr,  # [channels, TAPS]
     channel_stride,
     tap_stride,
+    bias_ptr,  # [channels], or None
     a_log_ptr,  # [VALUE_HEADS]
     dt_bias_ptr,  # [VALUE_HEADS]
     ring_ptr,  # [num_slots, RING, row_width]
@@ -83,6 +84,8 @@ def prepare_kernel(
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    CORRECTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -92,11 +95,11 @@ def prepare_kernel(
     """Each program: some heads (of q, then of k, then of v) in ROWS rows of one sequence.
 
     Writes what their convolution gives, and factors: of q and k 1 / norm, of values log(decay) and
-    b.
+    b, which is dt in Mamba2.
     """
     NUM_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    CHANNELS: tl.constexpr = 2 * NUM_KEYS + VALUE_HEADS * VALUE_DIM
-    WIDTH: tl.constexpr = CHANNELS + 2 * VALUE_HEADS
+    NUM_VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
+    CHANNELS: tl.constexpr = 2 * NUM_KEYS + NUM_VALUES
     ALL_HEADS: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
     seq, part = sequence_of(tl.program_id(1), bounds_ptr, num_seqs, ROWS, EXTRA)
     begin, slot, first, start, seq_len = rows_of(
@@ -111,7 +114,12 @@ def prepare_kernel(
         value_head = head - 2 * KEY_HEADS
         dim = tl.where(is_value, VALUE_DIM, KEY_DIM)
         column = tl.where(is_value, 2 * NUM_KEYS + value_head * VALUE_DIM, head * KEY_DIM)
-        channel = column[:, None] + d[None, :]
+        first_channel = column
+        if not CORRECTS:  # its rows have v, k, q
+            key_head = head + tl.where(head < KEY_HEADS, KEY_HEADS, -KEY_HEADS)
+            of_key = NUM_VALUES + key_head * KEY_DIM
+            first_channel = tl.where(is_value, value_head * VALUE_DIM, of_key)
+        channel = first_channel[:, None] + d[None, :]
         mask = (d[None, :] < dim[:, None]) & is_there[:, None]
         first_x_ptr, slot_ring_ptr = x_ptr + begin * x_stride, ring_ptr + slot * ring_stride
         dtype = x_ptr.dtype.element_ty
@@ -124,24 +132,33 @@ def prepare_kernel(
             )  # fmt: skip
             weight = tl.load(weight_ptr + tap * tap_stride, mask=mask, other=0.0)
             total += x.to(tl.float32) * weight.to(tl.float32)
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
         y = silu(total.to(dtype).to(tl.float32)).to(dtype)
         row = begin + seq * RING + (position - start)
-        tl.store(convolved_ptr + row[:, None] * CHANNELS + channel, y, mask=mask)
-        y = y.to(tl.float32)
-        norm = tl.rsqrt(tl.sum(y * y, 1) + 1e-6) * tl.where(head < KEY_HEADS, scale, 1.0)
+        at = convolved_ptr + row[:, None] * CHANNELS + column[:, None] + d[None, :]
+        tl.store(at, y, mask=mask)
         is_value &= is_there
         b = _at(
             first_x_ptr, slot_ring_ptr, position, first, CHANNELS + value_head, is_value, x_stride,
             RING, WIDTH,
         ).to(tl.float32)  # fmt: skip
-        a = _at(
-            first_x_ptr, slot_ring_ptr, position, first, CHANNELS + VALUE_HEADS + value_head,
-            is_value, x_stride, RING, WIDTH,
-        ).to(tl.float32)  # fmt: skip
         a_factor = -tl.exp(tl.load(a_log_ptr + value_head, mask=is_value, other=0.0))
         dt_bias = tl.load(dt_bias_ptr + value_head, mask=is_value, other=0.0)
-        log_decay = a_factor * _softplus(a + dt_bias)
-        b = (1.0 / (1.0 + tl.exp(-b))).to(dtype).to(tl.float32)
+        if CORRECTS:
+            y = y.to(tl.float32)
+            norm = tl.rsqrt(tl.sum(y * y, 1) + 1e-6) * tl.where(head < KEY_HEADS, scale, 1.0)
+            a = _at(
+                first_x_ptr, slot_ring_ptr, position, first, CHANNELS + VALUE_HEADS + value_head,
+                is_value, x_stride, RING, WIDTH,
+            ).to(tl.float32)  # fmt: skip
+            dt = _softplus(a + dt_bias)
+            b = (1.0 / (1.0 + tl.exp(-b))).to(dtype).to(tl.float32)
+        else:
+            norm = tl.full([ROWS * HEADS], 1.0, tl.float32)
+            dt = _softplus(b + dt_bias)
+            b = dt
+        log_decay = a_factor * dt
         factor_ptr = factors_ptr + row * (ALL_HEADS + VALUE_HEADS) + head
         tl.store(factor_ptr, tl.where(is_value, log_decay, norm), mask=is_there)
         tl.store(factor_ptr + VALUE_HEADS, b, mask=is_value)

@@ -1,4 +1,4 @@
-"""Rows of delta nets through their states, 16 at once: a cell.
+"""Rows of layers with a state on their way through it, 16 at once: a cell. See `state_layer.py`.
 
 Cells lie at absolute positions, and S is kept behind whole cells alone. With S in front of a cell,
 and G the sum of log(decay) in it up to a row:
@@ -7,18 +7,19 @@ and G the sum of log(decay) in it up to a row:
     out_i = e^(G_i) S^T q_i + sum over j <= i of e^(G_i - G_j) (q_i . k_j) U_j
     S behind it = e^(G_last) S + sum over j of e^(G_last - G_j) k_j U_j^T
 
-The first line solves a system: U = T b (v - ...). T does not depend on S, so all cells get theirs
-at once. A row takes nothing from rows behind it but products with 0, and every product has one
-shape, however many rows of a cell are there. So its bits depend on its sequence alone. But a draft
-that is not a number spoils what its pass gives for the rows beside it, though no state: as with the
-KV beside it, the sequence then starts over without drafts.
+The first line, of a delta net, solves a system: U = T b (v - ...). T does not depend on S, so all
+cells get theirs at once. In Mamba2 U_i = b_i v_i, and b is dt. A row takes nothing from rows behind
+it but products with 0, and every product has one shape, however many rows of a cell are there. So
+its bits depend on its sequence alone. But a draft that is not a number spoils what its pass gives
+for the rows beside it, though no state: as with the KV beside it, the sequence then starts over
+without drafts.
 
-q and k enter products as they were convolved, which is exact; their norms are factors. What is
-float32 enters as the sum of two bfloat16.
+q and k enter products as they were convolved, which is exact; their norms, which Mamba2 does not
+have, are factors. What is float32 enters as the sum of two bfloat16.
 """
 
 from ..triton_or_none import tl, triton
-from .delta_rows import rows_of, sequence_of
+from .state_rows import rows_of, sequence_of
 
 CELL = 16  # rows; those of an MMA
 
@@ -76,6 +77,7 @@ def cells_kernel(
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    CORRECTS: tl.constexpr,
     CELL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EXTRA: tl.constexpr,
@@ -84,7 +86,7 @@ def cells_kernel(
     """Each program: what a head's rows of a cell take from each other.
 
     Writes T b; the factors of U in `out`; then, of each row, the factors of S^T k, of S^T q, and
-    of U in S; and e^(G_last).
+    of U in S; and e^(G_last). In Mamba2, in place of the factors of S^T k, b; and no T b.
     """
     NUM_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * NUM_KEYS + VALUE_HEADS * VALUE_DIM
@@ -114,22 +116,25 @@ def cells_kernel(
         g_last = tl.sum(tl.where(i == CELL - 1, g, 0.0), 0)
         is_behind = i[:, None] >= i[None, :]
         decay = tl.exp(tl.where(is_behind, g[:, None] - g[None, :], 0.0)) * norm_k[None, :]
-        kk = tl.dot(k, tl.trans(k), input_precision="ieee") * decay
         qk = tl.dot(q, tl.trans(k), input_precision="ieee") * decay
-        a = tl.where(i[:, None] > i[None, :], (b * norm_k)[:, None] * kk, 0.0)
-        # (1 + a) t = 1, row by row: each needs those before it.
-        t = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-        a_by_column = tl.trans(a)
-        for r in range(1, CELL):
-            a_r = tl.sum(tl.where(i[None, :] == r, a_by_column, 0.0), 1)
-            t_r = tl.sum(a_r[:, None] * t, 0)
-            t = tl.where(i[:, None] == r, t - t_r[None, :], t)
         cell_ptr = cells_ptr + (index.to(tl.int64) * VALUE_HEADS + head) * (2 * CELL + 4) * CELL
         at = cell_ptr + i[:, None] * CELL + i[None, :]
-        tl.store(at, t * b[None, :])
         tl.store(at + CELL * CELL, tl.where(is_behind, norm_q[:, None] * qk, 0.0))
+        of_k = b
+        if CORRECTS:
+            kk = tl.dot(k, tl.trans(k), input_precision="ieee") * decay
+            a = tl.where(i[:, None] > i[None, :], (b * norm_k)[:, None] * kk, 0.0)
+            # (1 + a) t = 1, row by row: each needs those before it.
+            t = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+            a_by_column = tl.trans(a)
+            for r in range(1, CELL):
+                a_r = tl.sum(tl.where(i[None, :] == r, a_by_column, 0.0), 1)
+                t_r = tl.sum(a_r[:, None] * t, 0)
+                t = tl.where(i[:, None] == r, t - t_r[None, :], t)
+            tl.store(at, t * b[None, :])
+            of_k = tl.exp(g) * norm_k
         at = cell_ptr + 2 * CELL * CELL + i
-        tl.store(at, tl.exp(g) * norm_k)
+        tl.store(at, of_k)
         tl.store(at + CELL, tl.exp(g) * norm_q)
         tl.store(at + 2 * CELL, tl.exp(g_last - g) * norm_k)
         tl.store(at + 3 * CELL, tl.exp(g_last + tl.zeros([CELL], tl.float32)))
@@ -140,6 +145,7 @@ def cell_by_cell_kernel(
     out_ptr,  # [T, VALUE_HEADS, VALUE_DIM]
     convolved_ptr,  # [T + num_seqs * RING, channels]
     cells_ptr,  # [num_cells, VALUE_HEADS, 2 * CELL + 4, CELL]
+    skip_ptr,  # [VALUE_HEADS], or None
     state_ptr,  # [num_slots, VALUE_HEADS, KEY_DIM, VALUE_DIM]
     state_stride,
     slots_ptr,  # [num_seqs]
@@ -153,6 +159,7 @@ def cell_by_cell_kernel(
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    CORRECTS: tl.constexpr,
     CELL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -191,17 +198,25 @@ def cell_by_cell_kernel(
             q = tl.load(key_at + at[:, None], mask=is_key & is_there[:, None], other=0.0)
             k = tl.load(key_at + at[:, None] + NUM_KEYS, mask=is_key & is_there[:, None], other=0.0)
             v = tl.load(value_at + at[None, :], mask=is_column & is_there[None, :], other=0.0)
-            t = tl.load(cell_ptr + i[None, :] * CELL + i[:, None])
+            if CORRECTS:
+                t = tl.load(cell_ptr + i[None, :] * CELL + i[:, None])
             p = tl.load(cell_ptr + CELL * CELL + i[None, :] * CELL + i[:, None])
             factors_at = cell_ptr + 2 * CELL * CELL + i
             of_k, of_q = tl.load(factors_at)[None, :], tl.load(factors_at + CELL)[None, :]
             of_u = tl.load(factors_at + 2 * CELL)[None, :]
             decay = tl.load(cell_ptr + (2 * CELL + 3) * CELL)
             nothing = tl.zeros([BLOCK_V, CELL], tl.float32)
-            of_state = _times(s, tl.trans(k), nothing, DTYPE, SPLIT) * of_k
+            # In this order registers suffice for all of it.
+            if CORRECTS:
+                of_state = _times(s, tl.trans(k), nothing, DTYPE, SPLIT) * of_k
             y = _times(s, tl.trans(q), nothing, DTYPE, SPLIT) * of_q
-            u = _times_both(v.to(tl.float32) - of_state, t, nothing, DTYPE, SPLIT)
+            if CORRECTS:
+                u = _times_both(v.to(tl.float32) - of_state, t, nothing, DTYPE, SPLIT)
+            else:
+                u = v.to(tl.float32) * of_k
             y = _times_both(u, p, y, DTYPE, SPLIT)
+            if skip_ptr is not None:
+                y += v.to(tl.float32) * tl.load(skip_ptr + head)
             s = _times(u * of_u, k, s * decay, DTYPE, SPLIT)
             at = ((begin + position - first) * VALUE_HEADS + head) * VALUE_DIM
             is_written = is_there & (position >= first)

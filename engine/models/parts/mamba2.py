@@ -1,0 +1,87 @@
+"""Mamba2: it looks at other tokens through a state of one size, not through their KV."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outrider.kernels.model.gated_norm import gated_norm
+from outrider.kernels.model.mamba2 import mamba2
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.state_layer import StateHeads, StateWeights
+
+from ..attention import ForwardBatch
+from ..checkpoint import AnyCheckpoint
+from ..shares import Cut, Section
+from ..weights import Linear
+from .base import Part
+from .head_states import HeadStates
+
+
+@dataclass(slots=True)
+class Mamba2(Part):
+    """output(norm(mamba2(v, k, q, dt) silu(z))),  z, v, k, q, dt = inputs(norm(x))."""
+
+    inputs: Linear
+    output: Linear
+    weights: StateWeights
+    gated_norm: Norm  # of each group of value heads, which share a key head: [groups, dim]
+    state: HeadStates
+
+    def __post_init__(self) -> None:
+        self.norm = self.norm and self.inputs.weight.before(self.norm)
+
+    @staticmethod
+    def read(
+        tensors: AnyCheckpoint,
+        name: str,
+        *,
+        norm: Norm,
+        width: int,
+        heads: StateHeads,
+        num_taps: int,
+    ) -> "Mamba2":
+        """With a bias of the convolution if the checkpoint has one.
+
+        Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape.
+        """
+        num_values = heads.num_value_heads * heads.value_dim
+        values, keys = Section(num_values), Section(heads.num_key_heads * heads.key_dim)
+        channels = values, keys, keys
+        of_channels, by_head = Cut("outputs", channels), Cut("outputs")
+
+        def by_value_head(part: str) -> Tensor:
+            return tensors.float32(f"{name}.{part}", heads.num_value_heads, cut=by_head)
+
+        convolution = tensors.tensor(
+            f"{name}.conv1d.weight", heads.num_channels, 1, num_taps, cut=of_channels
+        )
+        bias = None
+        if f"{name}.conv1d.bias" in tensors:
+            bias = tensors.tensor(f"{name}.conv1d.bias", heads.num_channels, cut=of_channels)
+        gated_by = tensors.float32(f"{name}.norm.weight", num_values, cut=by_head)
+        sections = values, *channels, Section(heads.num_value_heads)
+        return Mamba2(
+            norm=norm,
+            inputs=tensors.linear(width, {f"{name}.in_proj": sections}, axis="outputs"),
+            output=tensors.linear(num_values, {f"{name}.out_proj": width}, axis="inputs"),
+            weights=StateWeights(
+                convolution[:, 0].t().contiguous().t(),
+                by_value_head("A_log"),
+                by_value_head("dt_bias"),
+                bias=bias,
+                skip=by_value_head("D"),
+            ),
+            gated_norm=Norm(gated_by.view(heads.num_key_heads, -1), norm.eps),
+            state=HeadStates(heads, num_taps),
+        )
+
+    def __call__(
+        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
+    ) -> Normed | None:
+        state, norm = self.state, self.gated_norm
+        rows = self.inputs.of_normed(x, normed, self.norm)
+        z, rows = rows.tensor_split([norm.weight.numel()], 1)
+        y = mamba2(rows, state.heads, self.weights, state.bound, batch.rows, batch.num_tokens)
+        gated = gated_norm(y.view(len(y), *norm.weight.shape), norm, z, gates_first=True)
+        return self.add(x, self.output, gated, next_norm)

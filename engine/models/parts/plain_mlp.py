@@ -1,0 +1,45 @@
+"""An MLP without a gate: down(max(up(x), 0)^2)."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.row_codes import Normed
+
+from ..attention import ForwardBatch
+from ..checkpoint import AnyCheckpoint
+from ..weights import Linear
+from .base import Part
+
+
+@dataclass(slots=True)
+class PlainMLP(Part):
+    """down(max(up(norm(x)), 0)^2)."""
+
+    up: Linear
+    down: Linear
+
+    def __post_init__(self) -> None:
+        self.norm = self.norm and self.up.weight.before(self.norm)
+
+    @staticmethod
+    def read(
+        tensors: AnyCheckpoint, name: str, *, norm: Norm | None, width: int, inner: int
+    ) -> "PlainMLP":
+        """Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape."""
+        return PlainMLP(
+            norm=norm,
+            up=tensors.linear(width, {f"{name}.up_proj": inner}, axis="outputs"),
+            down=tensors.linear(inner, {f"{name}.down_proj": width}, axis="inputs"),
+        )
+
+    def __call__(
+        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
+    ) -> Normed | None:
+        inner = self.up.of_normed(x, normed, self.norm)
+        return self.add(x, self.down, inner.relu_().square_(), next_norm)
+
+    def activations(self, normed: Tensor) -> Tensor:
+        """What `down` multiplies. Shape: [T, hidden] -> [T, inner]."""
+        return self.up(normed).relu_().square_()

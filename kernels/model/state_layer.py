@@ -1,0 +1,258 @@
+"""Layers that pass each row of a sequence through a state of one size, of each value head a matrix:
+
+    q, k, v = silu(convolution of the row and the rows before it, channel by channel, + bias)
+    S       = decay S + k u^T,    out = S^T q
+
+`delta_net.py` and `mamba2.py` say what decay and u are. A key head serves several value heads. S is
+float32. On a GPU rows pass in cells of 16, at absolute positions (`state_cells.py`); the reference,
+which a CPU runs, passes them one by one. Either way the bits of a row depend on its sequence alone,
+however the sequence is split into passes.
+
+S cannot go back. So S of a slot covers whole cells of known tokens alone (in the reference, all
+known tokens); the rows behind are kept as they came in, in a ring, which the convolution needs
+anyway. The next pass begins with those of them that were accepted: it knows how many by its own
+first position.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._dispatch import INTERPRET
+from ..triton_or_none import tl, triton
+from .rows import BatchRows
+from .state_cells import CELL, cell_by_cell_kernel, cells_kernel
+from .state_rows import prepare_kernel, remember_kernel
+
+_CELL_COLUMNS = 16  # of S in a program that goes cell by cell, a warp for every 16
+_STAGES = 2  # cells whose rows are on their way
+_HEADS = 4  # convolved by a program
+_ROWS = 4  # convolved by a program
+_CHANNELS = 1024  # copied at once
+
+
+class StateHeads(NamedTuple):
+    """The sizes of such a layer."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    num_scalars: int  # of each value head in a row, such as what its decay comes from
+
+    @property
+    def num_channels(self) -> int:
+        """Of q, k and v, which the convolution reads."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def row_width(self) -> int:
+        """q, k, v of all heads, in the layer's own order, then the scalars."""
+        return self.num_channels + self.num_scalars * self.num_value_heads
+
+
+class StateWeights(NamedTuple):
+    """What such a layer has learned, besides its linear layers."""
+
+    # [num_channels, taps], the last for the row itself; fastest if it lies tap by tap
+    convolution: Tensor
+    a_log: Tensor  # [num_value_heads] float32
+    dt_bias: Tensor  # [num_value_heads] float32
+    bias: Tensor | None = None  # [num_channels] of the convolution
+    skip: Tensor | None = None  # [num_value_heads] float32: how much of v is added to `out`
+
+
+class StateMemory(NamedTuple):
+    """What it keeps of the sequence in each slot. A sequence begins at position 0, without any.
+
+    What lies in a slot is dense; slots may be anywhere.
+    """
+
+    state: Tensor  # [num_slots, num_value_heads, key_dim, value_dim] float32
+    # [num_slots, rows_kept(), row_width]; the row at a position lies at position % size
+    ring: Tensor
+    num_rows: Tensor  # [num_slots] int64, how many of the sequence's rows the state covers
+
+
+# (state, window, heads, weights) -> what the last row of the window reads from the state, which it
+# changes in place. [HV, DK, DV], [taps, row_width] -> [HV, DV]
+PassRow = Callable[[Tensor, Tensor, StateHeads, StateWeights], Tensor]
+
+
+def rows_kept(num_taps: int, max_drafts: int) -> int:
+    """The size of the ring: rows that the state does not cover, known or of drafts, and those
+    before them that the convolution of the first reads.
+    """
+    return max(1, num_taps - 1 + max_drafts + CELL - 1)
+
+
+def pass_rows(
+    x: Tensor,
+    heads: StateHeads,
+    weights: StateWeights,
+    memory: StateMemory,
+    rows: BatchRows,
+    num_tokens: Tensor,
+    *,
+    corrects: bool,
+) -> Tensor:
+    """Pass the rows of a batch through their sequences' memory, by kernels: those of a delta net,
+    which corrects what S has for a key, or those of Mamba2.
+
+    Rows at the position `num_tokens` of their slot, or beyond, are of drafts; no more of them than
+    the ring has room for. Shape: x [T, row_width], each row dense; num_tokens [num_slots] int64
+        -> [T, num_value_heads, value_dim], 0 in rows of padding.
+    """
+    assert x.stride(1) == 1
+    assert memory.state.stride(3) == memory.ring.stride(2) == 1
+    out = x.new_zeros(len(x), heads.num_value_heads, heads.value_dim)
+    num_seqs, ring_size = len(rows.slots), memory.ring.shape[1]
+    num_taps = weights.convolution.shape[1]
+    sequences = (
+        rows.slots,
+        rows.seq_lens,
+        rows.cu_seqlens_q,
+        memory.num_rows,
+        memory.num_rows.stride(0),
+    )
+    # A sequence has its rows here, and before them those that S does not cover yet.
+    num_rows, most_before = len(x) + num_seqs * ring_size, ring_size - num_taps + 1
+    convolved = x.new_empty(num_rows, heads.num_channels)
+    num_factors = 2 * (heads.num_key_heads + heads.num_value_heads)
+    factors = torch.empty(num_rows, num_factors, dtype=torch.float32, device=x.device)
+    sizes = {
+        "RING": ring_size,
+        "KEY_HEADS": heads.num_key_heads,
+        "VALUE_HEADS": heads.num_value_heads,
+        "KEY_DIM": heads.key_dim,
+        "VALUE_DIM": heads.value_dim,
+        "CORRECTS": corrects,
+    }
+    num_heads = 2 * heads.num_key_heads + heads.num_value_heads
+    extra = triton.cdiv(_ROWS - 1 + most_before, _ROWS)
+    num_parts = len(x) // _ROWS + num_seqs * extra
+    prepare_kernel[(triton.cdiv(num_heads, _HEADS), num_parts)](
+        convolved,
+        factors,
+        x,
+        x.stride(0),
+        weights.convolution,
+        *weights.convolution.stride(),
+        weights.bias,
+        weights.a_log,
+        weights.dt_bias,
+        memory.ring,
+        memory.ring.stride(0),
+        *sequences,
+        num_seqs,
+        heads.key_dim**-0.5,
+        **sizes,
+        WIDTH=heads.row_width,
+        TAPS=num_taps,
+        HEADS=_HEADS,
+        BLOCK_D=triton.next_power_of_2(max(heads.key_dim, heads.value_dim)),
+        ROWS=_ROWS,
+        EXTRA=extra,
+    )
+    _cell_by_cell(
+        out, convolved, factors, weights.skip, memory, sequences, num_tokens, sizes, most_before
+    )
+    # After all programs above have read the ring and the number of rows.
+    remember_kernel[(num_seqs, triton.cdiv(heads.row_width, _CHANNELS))](
+        x, x.stride(0), memory.ring, memory.ring.stride(0), *sequences, num_tokens, RING=ring_size,
+        WIDTH=heads.row_width, BLOCK=_CHANNELS, CELL=CELL,
+    )  # fmt: skip
+    return out
+
+
+def _cell_by_cell(
+    out: Tensor,
+    convolved: Tensor,
+    factors: Tensor,
+    skip: Tensor | None,
+    memory: StateMemory,
+    sequences: tuple[Any, ...],
+    num_tokens: Tensor,
+    sizes: dict[str, int],
+    most_before: int,
+) -> None:
+    num_seqs, (num_heads, value_dim) = len(sequences[0]), out.shape[1:]
+    extra = triton.cdiv(CELL - 1 + most_before, CELL)
+    num_cells = len(out) // CELL + num_seqs * extra
+    cells = torch.empty(
+        num_cells, num_heads, 2 * CELL + 4, CELL, dtype=torch.float32, device=out.device
+    )
+    splits = out.dtype == torch.bfloat16
+    shared = {
+        **sizes,
+        "CELL": CELL,
+        "BLOCK_K": max(16, triton.next_power_of_2(sizes["KEY_DIM"])),
+        "EXTRA": extra,
+        # Triton's interpreter cannot multiply bfloat16.
+        "DTYPE": tl.bfloat16 if splits and not INTERPRET else tl.float32,
+    }
+    cells_kernel[(num_heads, num_cells)](
+        cells, convolved, factors, *sequences, num_seqs, **shared, num_warps=1 if splits else 4
+    )
+    block_v = min(_CELL_COLUMNS, max(16, triton.next_power_of_2(value_dim)))
+    cell_by_cell_kernel[(triton.cdiv(value_dim, block_v), num_heads, num_seqs)](
+        out, convolved, cells, skip, memory.state, memory.state.stride(0), *sequences, num_tokens,
+        **shared, BLOCK_V=block_v, SPLIT=splits, num_warps=block_v // 16, num_stages=_STAGES,
+    )  # fmt: skip
+
+
+def pass_rows_reference(
+    x: Tensor,
+    heads: StateHeads,
+    weights: StateWeights,
+    memory: StateMemory,
+    rows: BatchRows,
+    num_tokens: Tensor,
+    *,
+    pass_row: PassRow,
+) -> Tensor:
+    """`pass_rows` one row at a time, and all steps of it: over several rows torch might round some
+    of them in another way.
+    """
+    out = x.new_zeros(len(x), heads.num_value_heads, heads.value_dim)
+    ring_size, num_before = memory.ring.shape[1], weights.convolution.shape[1] - 1
+    bounds, seq_lens = rows.cu_seqlens_q.tolist(), rows.seq_lens.tolist()
+    for i, slot in enumerate(rows.slots.tolist()):
+        begin, end, seq_len = bounds[i], bounds[i + 1], seq_lens[i]
+        if begin == end:
+            continue
+        first, num_known = seq_len - (end - begin), min(seq_len, int(num_tokens[slot]))
+        ring, state = memory.ring[slot], memory.state[slot]
+        start = int(memory.num_rows[slot]) if first > 0 else 0
+        if first == 0:
+            state.zero_()
+        kept = torch.arange(start - num_before, first, device=x.device)
+        kept_rows = ring[kept % ring_size]
+        kept_rows[kept < 0] = 0
+        seen = torch.cat((kept_rows, x[begin:end]))
+        for position in range(start, seq_len):
+            window = seen[position - start : position - start + num_before + 1]
+            if position == num_known:
+                state = state.clone()  # what drafts do to it is not kept
+            y = pass_row(state, window, heads, weights)
+            if position >= first:
+                out[begin + position - first] = y
+        last = torch.arange(max(first, seq_len - ring_size), seq_len, device=x.device)
+        ring[last % ring_size] = x[begin + last - first]
+        memory.num_rows[slot] = num_known
+    return out
+
+
+def convolved_reference(window: Tensor, weights: StateWeights) -> Tensor:
+    """silu of the convolution of a window's last row. Shape: [taps, row_width] -> [num_channels]"""
+    taps = weights.convolution.float()
+    mixed = window[:, : len(taps)].float()
+    convolved = mixed[0] * taps[:, 0]
+    for i in range(1, len(mixed)):
+        convolved += mixed[i] * taps[:, i]
+    if weights.bias is not None:
+        convolved += weights.bias.float()
+    return F.silu(convolved.to(window.dtype)).float()
