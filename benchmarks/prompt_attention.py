@@ -101,13 +101,13 @@ def call(way: Way, x: Inputs, first: int = 0, end: int | None = None) -> Callabl
     scale = query.shape[-1] ** -0.5
 
     def run() -> Tensor:
-        has_warpgroups = attention._has_warpgroups
+        is_for = attention.is_for
         if way.in_triton:
-            attention._has_warpgroups = lambda *_: False
+            attention.is_for = lambda *_: False
         try:
             return attention.paged_attention(query, keys, values, items, table, scale)
         finally:
-            attention._has_warpgroups = has_warpgroups
+            attention.is_for = is_for
 
     return run
 

@@ -45,7 +45,8 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
     report("measuring the largest step", 0, 1)
     step_bytes = largest_step_bytes(worker, config)
     if not config.enforce_eager:
-        worker.capture(report)
+        with naming_what_to_lower(config):
+            worker.capture(report)
     num_bytes = left_bytes(
         worker.device,
         config.gpu_memory_utilization,

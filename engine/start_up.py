@@ -27,5 +27,6 @@ def make_ready(worker: Worker, config: EngineConfig, report: ReportProgress) -> 
     max_model_len = worker.pair.longest_sequence(num_pages, config)
     worker.allocate(num_pages)
     if is_gpu and not config.enforce_eager:
-        worker.capture(report)
+        with naming_what_to_lower(config):
+            worker.capture(report)
     return num_pages, max_model_len

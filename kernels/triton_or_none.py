@@ -12,21 +12,22 @@ except ImportError:
     from .no_triton import gdc_launch_dependents, gdc_wait
     from .no_triton import language as tl
 
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    # Gluon's names change: later versions do not compile what is written in it here.
-    HAS_GLUON = triton.__version__.startswith(("3.6.", "3.7."))
-except ImportError:
+# Gluon's names change: what is written in it here is for these versions. Of others nothing is
+# imported, since a name that our modules use may be missing there.
+HAS_GLUON = getattr(triton, "__version__", "").startswith(("3.6.", "3.7."))
+if HAS_GLUON:
+    try:
+        from triton.experimental import gluon
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.language.nvidia import hopper
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    except ImportError:
+        HAS_GLUON = False
+if not HAS_GLUON:
     from . import no_triton as gluon
     from .no_triton import TensorDescriptor
     from .no_triton import language as gl
     from .no_triton import language as hopper
-
-    HAS_GLUON = False
 
 __all__ = [
     "HAS_GLUON",

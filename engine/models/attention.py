@@ -17,12 +17,16 @@ from outrider.kernels.model.attention_reference import (
 )
 from outrider.kernels.model.batch_invariant_attention import Heads
 from outrider.kernels.model.paged_attention import paged_attention
+from outrider.kernels.model.prompt_trial import try_prompt_attention
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.rope import rope_and_store, rotary_table
 from outrider.kernels.model.rows import BatchRows, lay_out, places_of
 
 from ..state.phase import Shape
 from ..state.slots import Slots
+
+# Sequences whose looked-up drafts are verified have so many rows together, at most.
+MOST_LOOKED_UP_ROWS = 256
 
 
 class KVPages(NamedTuple):
@@ -67,6 +71,8 @@ class ForwardBatch:
     # [num_slots] known tokens of each sequence; rows at these positions or beyond are of drafts
     num_tokens: Tensor
     batch_invariant: bool = False
+    # Whether there are more rows than decodes and verifications have: so some are of a prompt.
+    holds_prompt: bool = False
 
     def __post_init__(self) -> None:
         self._blocks: dict[tuple[int, int, int | None, int, int, bool], list[RowBlock]] = {}
@@ -82,7 +88,13 @@ class ForwardBatch:
         input_ids = slots.token_ids[:, 1:][rows.slot_of_row, rows.positions].long()
         no_logits = rows.slots[:0]
         return ForwardBatch(
-            input_ids, rows, no_logits, slots.block_tables, slots.page_size, slots.num_tokens
+            input_ids,
+            rows,
+            no_logits,
+            slots.block_tables,
+            slots.page_size,
+            slots.num_tokens,
+            holds_prompt=_holds_prompt(len(rows.slots), len(rows.positions), slots),
         )
 
     @staticmethod
@@ -100,7 +112,13 @@ class ForwardBatch:
             ahead,
         )
         return ForwardBatch(
-            input_ids, rows, logits_rows, slots.block_tables, slots.page_size, slots.num_tokens
+            input_ids,
+            rows,
+            logits_rows,
+            slots.block_tables,
+            slots.page_size,
+            slots.num_tokens,
+            holds_prompt=_holds_prompt(num_seqs, num_rows, slots),
         )
 
     def rotary(self, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -134,6 +152,7 @@ class ForwardBatch:
                 *key,
                 self.block_tables.shape[2] * self.page_size,
                 batch_invariant=self.batch_invariant,
+                holds_prompt=self.holds_prompt,
             )
         return self._items[key]
 
@@ -177,6 +196,15 @@ class ForwardBatch:
         return self._blocks[key]
 
 
+def _holds_prompt(num_seqs: int, num_rows: int, slots: Slots) -> bool:
+    """Whether some rows of a batch must be of a prompt.
+
+    A captured pass with prompts has room for all sequences, so its rows are few for each. Divided
+    among them as decodes are, the partial sums of 4096 rows over long sequences take gigabytes.
+    """
+    return num_rows > max(MOST_LOOKED_UP_ROWS, num_seqs * (slots.max_drawn + 1))
+
+
 def _behind(num_tokens: int, last_page: int, page_size: int) -> list[int]:
     """Places in the last page from the end of the tokens to the end of their block of keys."""
     num_in_page = (num_tokens - 1) % page_size + 1
@@ -218,9 +246,16 @@ class PagedAttention:
         )
 
     def bind_pages(
-        self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        dtype_of_rows: torch.dtype,
     ) -> None:
-        """Allocate this layer's part of a cache."""
+        """Allocate this layer's part of a cache, and find out by which kernel prompts attend."""
+        if self.causal and self.softcap is None:
+            try_prompt_attention(self.heads, page_size, dtype_of_rows, dtype, device)
         # Not zeroed: a CPU, which reads past a sequence's length, clears that part before. But it
         # reads the first page where a window has passed a page, and weighs it by 0.
         shape = (num_pages, page_size, self.num_kv_heads)

@@ -20,7 +20,7 @@ from ..state.phase import Captured, Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP
 from ..state.slots import Slots
 from .admission import UnsupportedModelError
-from .attention import ForwardBatch, PagedAttention
+from .attention import MOST_LOOKED_UP_ROWS, ForwardBatch, PagedAttention
 from .checkpoint import ReportCounts
 from .slot_state import SlotState
 from .token_map import TokenMap
@@ -34,9 +34,8 @@ _LEAST_HOST_BOUND = 1024
 # byte of weights, in 16 or in 8 bits: its rate is twice as high for the latter.
 _ROW_BYTES_A_LAYER = 450_000_000_000
 # Rows of a sequence, beyond the usual ones, for which passes are captured: up to 8 each number,
-# then few. With more than _MOST_LONG_ROWS rows in all a pass is padded to a step of _ROWS_STEP.
+# then few. With more than MOST_LOOKED_UP_ROWS in all a pass is padded to a step of _ROWS_STEP.
 _LONG_ROWS = (33, 24, 16, 12, 8)
-_MOST_LONG_ROWS = 256
 _SHORT_ROWS = (16, 8, 4, 2, 1)  # rows a sequence; attention has a block size for each
 
 
@@ -117,7 +116,8 @@ class PagedLayers(ABC):
 
     def bind_layer(self, layer: PagedAttention, num_pages: int, page_size: int) -> None:
         """Allocate a layer's part of a cache."""
-        layer.bind_pages(num_pages, page_size, self.dtype_of_pages(layer), self.device)
+        of_pages = self.dtype_of_pages(layer)
+        layer.bind_pages(num_pages, page_size, of_pages, self.device, self.dtype)
 
     def bind_cache(self, num_pages: int, page_size: int) -> None:
         """Allocate a cache with one block table for all layers, and one slot."""
@@ -259,8 +259,8 @@ class Network(PagedLayers):
 
         Every row gets logits, or one row a sequence. Returns where the logits of all shapes begin,
         as long as the most of them; if the model computes them outside its output layer, the logits
-        of the largest shape. Raises UnsupportedModelError if the model's own code waits for the
-        GPU.
+        of the largest shape. What there is no memory for is not captured. Raises
+        UnsupportedModelError if the model's own code waits for the GPU.
         """
         shapes = captured_shapes(
             self._slots.max_num_seqs,
@@ -285,8 +285,10 @@ class Network(PagedLayers):
                     f"{self.name} in {self.dtype} cannot be captured as a CUDA "
                     f"graph ({reason}); run it with engine.enforce_eager, or in another dtype"
                 ) from reason
-        logits = self.captured[shapes[0]].output.logits
-        return place if place.data_ptr() == logits.data_ptr() else logits
+        largest = next(iter(self.captured.values()), None)
+        if largest is None or place.data_ptr() == largest.output.logits.data_ptr():
+            return place
+        return largest.output.logits
 
     def rehearse(self, num_rows: int, num_logits: int) -> Pass:
         """Run a pass of dummy sequences, as long as they can be."""
@@ -340,7 +342,7 @@ def captured_shapes(
         return num_seqs, rows, logits
 
     def takes_long(num_seqs: int, rows: int) -> bool:
-        return rows_per_seq < rows <= most_rows_per_seq and num_seqs * rows <= _MOST_LONG_ROWS
+        return rows_per_seq < rows <= most_rows_per_seq and num_seqs * rows <= MOST_LOOKED_UP_ROWS
 
     usual = [r for r in range(rows_per_seq, 0, -1) if r <= 8 or r in (rows_per_seq, *_LONG_ROWS)]
     most = max_num_seqs * rows_per_seq

@@ -243,7 +243,7 @@ def _through(block: Block, x: Tensor, batch: ForwardBatch) -> Tensor:
     attentions = [part.attention for part in block.parts if part.attention is not None]
     states = [part.state for part in block.parts if part.state is not None]
     for attention in attentions:
-        attention.bind_pages(num_pages_of(len(x)), PAGE, x.dtype, x.device)
+        attention.bind_pages(num_pages_of(len(x)), PAGE, x.dtype, x.device, x.dtype)
     for state in states:
         num_bytes = state.num_bytes(0, x.dtype)
         memory = torch.zeros(1, num_bytes, dtype=torch.uint8, device=x.device)

@@ -78,7 +78,7 @@ class SharedDecoder(Decoder):
     @functools.cached_property
     def _phase(self) -> Phase[Pass]:
         if self._send is None:
-            return Phase(self.run, self.device)
+            return Phase(self.run, self.device, needs_all_graphs=True)
         return FollowedPhase(self.run, self.device, self._group, self._send, self._cause_of)
 
     def run(self, packed: Tensor, shape: Shape) -> Pass:
@@ -112,7 +112,8 @@ class FollowedPhase(Phase[Pass]):
         send: Send,
         cause_of: CauseOf,
     ) -> None:
-        super().__init__(body, device)
+        # The ranks meet in each pass: no one may leave out what the others capture.
+        super().__init__(body, device, needs_all_graphs=True)
         self._group, self._send, self._cause_of = group, send, cause_of
 
     def __call__(self, integers_np: np.ndarray, shape: Shape, *tensors: Tensor) -> Pass:
@@ -125,9 +126,9 @@ class FollowedPhase(Phase[Pass]):
 
     def capture(
         self, integers_np: np.ndarray, shape: Shape, tensors: Sequence[Tensor] = ()
-    ) -> Pass:
+    ) -> None:
         self._send(Op.CAPTURE, shape, integers_np)
-        return super().capture(integers_np, shape, tensors)
+        super().capture(integers_np, shape, tensors)
 
 
 class SummedOverRanks(Matrix):

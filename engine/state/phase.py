@@ -7,6 +7,7 @@ for shapes that were not captured, the same function runs directly.
 
 import functools
 import gc
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 
 from .host_copy import staged, uploaded
+
+log = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 Output = TypeVar("Output")
@@ -39,9 +42,16 @@ class Captured(Generic[Output]):
 class Phase(Generic[Output]):
     """`body(integers, shape, *tensors)`; `shape` must determine the sizes of all its tensors."""
 
-    def __init__(self, body: Body[Output], device: torch.device) -> None:
+    def __init__(
+        self, body: Body[Output], device: torch.device, *, needs_all_graphs: bool = False
+    ) -> None:
+        """`needs_all_graphs`: raise torch.OutOfMemoryError if there is no memory for one. Otherwise
+        its shape runs directly, as if it were not captured.
+        """
         self._body = body
         self._device = device
+        self._needs_all_graphs = needs_all_graphs
+        self._lacks_graphs = False
         self.captured: dict[Shape, Captured[Output]] = {}
         self._prepared: set[Shape] = set()  # captured before, perhaps over other tensors
         self._ascending: list[Shape] = []  # the captured ones
@@ -85,20 +95,40 @@ class Phase(Generic[Output]):
     @torch.inference_mode()
     def capture(
         self, integers_np: np.ndarray, shape: Shape, tensors: Sequence[Tensor] = ()
-    ) -> Output:
-        """Capture a shape, running on the given integers; returns the tensors replays write to.
+    ) -> None:
+        """Capture a shape, running on the given integers, unless there is no memory for it.
 
         Capture the largest shape first: the others share its memory.
         """
-        integers = torch.from_numpy(integers_np).to(self._device)
-        pool = next((c.graph.pool() for c in self.captured.values()), None)
-        graph, output = record_graph(
-            lambda: self._body(integers, shape, *tensors), pool, is_prepared=shape in self._prepared
-        )
-        self._prepared.add(shape)
-        self.captured[shape] = Captured(graph, integers, tuple(tensors), output)
-        self._ascending = sorted(self.captured)
-        return output
+        try:
+            integers = torch.from_numpy(integers_np).to(self._device)
+            pool = next((c.graph.pool() for c in self.captured.values()), None)
+            is_prepared = shape in self._prepared
+            graph, output = record_graph(
+                lambda: self._body(integers, shape, *tensors), pool, is_prepared=is_prepared
+            )
+        except RuntimeError as error:
+            # Ending a capture that ran out of memory may fail with an error of its own.
+            is_full = any(isinstance(e, torch.OutOfMemoryError) for e in (error, error.__context__))
+            if self._needs_all_graphs or not is_full:
+                raise
+        else:
+            self._prepared.add(shape)
+            self.captured[shape] = Captured(graph, integers, tuple(tensors), output)
+            self._ascending = sorted(self.captured)
+            return
+        # Behind the handler, whose error holds what the failed pass allocated.
+        self._give_up(shape)
+
+    def _give_up(self, shape: Shape) -> None:
+        torch.cuda.empty_cache()
+        if not self._lacks_graphs:
+            log.warning(
+                "no memory for the CUDA graph of %s, and perhaps for others: such steps take the "
+                "host longer; lower scheduler.max_num_seqs or scheduler.max_num_batched_tokens",
+                shape,
+            )
+        self._lacks_graphs = True
 
 
 def record_graph(
@@ -115,7 +145,9 @@ def record_graph(
             run()
         torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with _uncollected(), torch.cuda.graph(graph, pool=pool, stream=stream):
+    # The outer stream is that of now: a capture whose end fails would leave its own in place.
+    now = torch.cuda.stream(torch.cuda.current_stream())
+    with _uncollected(), now, torch.cuda.graph(graph, pool=pool, stream=stream):
         output = run()
     return graph, output
 

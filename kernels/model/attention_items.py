@@ -51,11 +51,13 @@ def list_items(
     max_seq_len: int,
     *,
     batch_invariant: bool = False,
+    holds_prompt: bool = False,
 ) -> AttentionItems:
     """List the items of a batch for layers whose KV heads serve `group` query heads each.
 
     The shape of the list depends only on shapes, so a captured launch stays valid. With
-    `batch_invariant`, a row's order of summation does not depend on the batch.
+    `batch_invariant`, a row's order of summation does not depend on the batch. `holds_prompt`: some
+    of the sequences have many rows, however few there are on the average.
 
     Shape:
         cu_seqlens_q: [B + 1]; sequence i owns the rows cu_seqlens_q[i]:cu_seqlens_q[i + 1]
@@ -65,7 +67,7 @@ def list_items(
     num_reqs = len(seq_lens)
     # Few rows a sequence: decodes and verifications. Many: prefill chunks.
     rows_per_req = triton.cdiv(num_rows, num_reqs)
-    is_prefill = rows_per_req > 16
+    is_prefill = holds_prompt or rows_per_req > 16
     block_m = PROMPT_ROWS if is_prefill else min(64, triton.next_power_of_2(rows_per_req * group))
     block_m = max(16, block_m, triton.next_power_of_2(group))
     block_q = block_m // group

@@ -52,7 +52,7 @@ def same_rows(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The pairs of tensors that `sums_alike` compares."""
     num_tokens = min(2 * BATCH_INVARIANT_UNIT + 60, max_len)
-    query, keys, values, sinks = _random(heads, num_tokens, dtype, cache_dtype, device)
+    query, keys, values, sinks = random_layer(heads, num_tokens, _PAGE, dtype, cache_dtype, device)
     width = -(-max_len // _PAGE)
     table = torch.zeros(1, width, dtype=torch.int32, device=device)
     table[:, : len(keys)] = torch.arange(len(keys), device=device)
@@ -91,7 +91,7 @@ def same_rows(
 def rows_at_once(heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
     """How many rows of a block a CPU may get together: all of them, or one at a time."""
     device = torch.device("cpu")
-    query, keys, values, sinks = _random(heads, _CPU_TOKENS, dtype, cache_dtype, device)
+    query, keys, values, sinks = random_layer(heads, _CPU_TOKENS, _PAGE, dtype, cache_dtype, device)
     group, scale = heads.num_heads // heads.num_kv_heads, heads.head_dim**-0.5
 
     def attended(first: int, end: int) -> Tensor:
@@ -110,9 +110,10 @@ def rows_at_once(heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype) -> 
     return KEY_BLOCK
 
 
-def _random(
+def random_layer(
     heads: Heads,
     num_tokens: int,
+    page_size: int,
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
     device: torch.device,
@@ -123,8 +124,8 @@ def _random(
     def randn(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    num_pages = -(-num_tokens // _PAGE)
-    cache = (cache_dtype, num_pages, _PAGE, heads.num_kv_heads)
+    num_pages = -(-num_tokens // page_size)
+    cache = (cache_dtype, num_pages, page_size, heads.num_kv_heads)
     return (
         randn(dtype, num_tokens, heads.num_heads, heads.head_dim),
         randn(*cache, heads.head_dim),

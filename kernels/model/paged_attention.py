@@ -24,10 +24,10 @@ from torch import Tensor
 
 from .._dispatch import num_programs, shared_bytes
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
-from ..triton_or_none import HAS_GLUON, tl, triton
+from ..triton_or_none import tl, triton
 from .attention_items import PROMPT_ROWS, WIDTH, AttentionItems, split_of, start_of
 from .fp8 import as_bytes, from_e4m3
-from .prompt_attention import prompt_attention
+from .prompt_attention import is_for, prompt_attention
 from .softmax_sums import LOG2_E, add, attend, merge, no_total
 
 # For one row: the large product that follows starts early if programs leave it enough registers.
@@ -66,7 +66,7 @@ def paged_attention(
     """
     num_rows, num_heads, head_dim = query.shape
     page_size, num_kv_heads, value_dim = v_cache.shape[1:]
-    on_warpgroups = causal and softcap is None and _has_warpgroups(query, k_cache, v_cache)
+    on_warpgroups = causal and softcap is None and is_for(query, k_cache, v_cache, window, sinks)
     if on_warpgroups and items.is_prefill and items.block_m == PROMPT_ROWS:
         return prompt_attention(
             query, k_cache, v_cache, items, block_table, scale, window, sinks, k_scale, v_scale
@@ -131,23 +131,6 @@ def paged_attention(
         **dependent_launch(query.device),
     )
     return out
-
-
-def _has_warpgroups(query: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether `prompt_attention` computes prompts of such layers: on a Hopper GPU."""
-    page_size, _, head_dim = k_cache.shape[1:]
-    return (
-        HAS_GLUON
-        and query.is_cuda
-        and torch.cuda.get_device_capability(query.device)[0] == 9
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and k_cache.dtype in (query.dtype, torch.float8_e4m3fn)
-        and k_cache.shape == v_cache.shape
-        and (head_dim in (64, 128) or (head_dim == 256 and k_cache.dtype == query.dtype))
-        and page_size in (8, 16, 32, 64, 128, 256)
-        and k_cache.is_contiguous()
-        and v_cache.is_contiguous()
-    )
 
 
 def _tiling(

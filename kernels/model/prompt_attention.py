@@ -9,11 +9,13 @@ A row is summed as `paged_attention` does it, over the same blocks and splits in
 its bits are the same.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .._dispatch import num_programs
-from ..triton_or_none import TensorDescriptor, gl, gluon, hopper
+from ..triton_or_none import HAS_GLUON, TensorDescriptor, gl, gluon, hopper
 from .attention_items import PROMPT_ROWS, WIDTH, AttentionItems, split_of, start_of
 from .fp8 import as_bytes
 from .prompt_blocks import AHEAD, BLOCK, barriers_of, item_of, load_blocks, tokens_of
@@ -23,6 +25,50 @@ mbarrier = hopper.mbarrier
 
 _ROWS = gl.constexpr(PROMPT_ROWS // 2)  # of a warpgroup
 _SUMS = gl.constexpr(8)  # columns of a product with ones: the fewest that a warpgroup can do
+
+
+class Variant(NamedTuple):
+    """What the kernel is compiled for."""
+
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    num_heads: int
+    page: tuple[int, ...]  # its tokens, KV heads and their size
+    has_window: bool
+    has_sinks: bool
+
+    @staticmethod
+    def of(query: Tensor, k_cache: Tensor, window: int | None, sinks: Tensor | None) -> "Variant":
+        of_layer = query.dtype, k_cache.dtype, query.shape[1], tuple(k_cache.shape[1:])
+        return Variant(*of_layer, window is not None, sinks is not None)
+
+
+# Variants that do not work on this machine; `prompt_trial` finds them out.
+failed: set[Variant] = set()
+
+
+def has_warpgroups(device: torch.device) -> bool:
+    """Whether it is a Hopper GPU, and Triton of a version that can use its warpgroups."""
+    is_gpu = HAS_GLUON and device.type == "cuda"
+    return is_gpu and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def is_for(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None, sinks: Tensor | None
+) -> bool:
+    """Whether it computes prompts of such layers."""
+    page_size, _, head_dim = k_cache.shape[1:]
+    return (
+        has_warpgroups(query.device)
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and k_cache.dtype in (query.dtype, torch.float8_e4m3fn)
+        and k_cache.shape == v_cache.shape
+        and (head_dim in (64, 128) or (head_dim == 256 and k_cache.dtype == query.dtype))
+        and page_size in (8, 16, 32, 64, 128, 256)
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+        and not (failed and Variant.of(query, k_cache, window, sinks) in failed)
+    )
 
 
 def prompt_attention(
@@ -37,7 +83,7 @@ def prompt_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """As `paged_attention`, where that finds it able to.
+    """As `paged_attention`, of rows listed as a prompt of layers that it `is_for`.
 
     Shape:
         query: [T, num_heads, dim]
@@ -69,7 +115,7 @@ def prompt_attention(
         items.num_items,
         query if sinks is None else sinks,
         scale * k_scale if in_fp8 else scale,
-        v_scale,
+        v_scale if in_fp8 else 1.0,
         window or 0,
         block_table.stride(0),
         *query.stride()[:2],

@@ -1,6 +1,7 @@
 """Kernels are compiled before there are requests."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from engines import engine_config
 from tiny_models import DEVICE
 
 from outrider.engine.engine import Engine
+from outrider.engine.models import attention
 
 
 @pytest.mark.parametrize("proposer", ["draft_model", "suffix"])
@@ -29,3 +31,25 @@ def test_warming_up_touches_no_sequence(tiny_model: Callable[..., Path], propose
             warm_up()
     assert torch.equal(before[0], state.token_ids[:2])
     assert torch.equal(before[1], state.num_tokens[:2])
+
+
+def test_prompts_are_tried_by_their_kernel_where_pages_are_bound(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything needs it, and for each kind of layer that may take it."""
+    tried: list[tuple[object, ...]] = []
+    monkeypatch.setattr(attention, "try_prompt_attention", lambda *args: tried.append(args))
+    layer = attention.PagedAttention(4, 2, 64, 64, 0.125, window=9)
+    bind = partial(layer.bind_pages, 1, 16, torch.float16, DEVICE, torch.bfloat16)
+    bind()
+    assert tried == [(layer.heads, 16, torch.bfloat16, torch.float16, DEVICE)]
+    layer.causal = False
+    bind()
+    layer.causal, layer.softcap = True, 5.0
+    bind()
+    assert len(tried) == 1
+    target = tiny_model("llama", seed=0)
+    engine = Engine(engine_config(target, target, k=2, max_num_seqs=2))
+    own = {(attention.heads, 16) for attention in engine.worker.pair.target.attentions}
+    page = engine.worker.pair.page_size
+    assert {(args[0], args[1]) for args in tried} >= {(heads, page) for heads, _ in own}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from block_heads import save_tiny_block_head
+from counted_graphs import without_gpu
 from engines import GREEDY, engine_config, prompts, run, tokens
 from heads import save_tiny_head
 from tiny_models import DEVICE, VOCAB, Tiny
@@ -18,9 +19,14 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.engine import Engine
-from outrider.engine.models.network import Network, captured_shapes
+from outrider.engine.models import attention
+from outrider.engine.models.attention import ForwardBatch, PagedAttention
+from outrider.engine.models.network import Network, Pass, captured_shapes
 from outrider.engine.state import phase
+from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.phase import Phase, Shape, padded_sizes, record_graph
+from outrider.engine.state.ragged import NONE_NP
+from outrider.engine.state.slots import Slots
 
 
 class _Recorded:
@@ -145,6 +151,105 @@ def test_a_captured_pass_with_prompts_has_at_most_an_eighth_more_rows_than_it_ne
     for wanted in range(1025, most + 1):
         padded = min(rows for _, rows, _ in shapes if rows >= wanted)
         assert padded <= 9 / 8 * wanted
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 16, 256])
+def test_attention_knows_which_passes_hold_prompts(
+    max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their shapes alone: with room for all sequences, a prompt's rows are few for each."""
+    listed: list[bool] = []
+    monkeypatch.setattr(
+        attention, "list_items", lambda *_, holds_prompt, **__: listed.append(holds_prompt)
+    )
+    slots = Slots(max_num_seqs, 64, 32, 16, DEVICE, VOCAB, max_drawn=4)
+    layer = PagedAttention(2, 1, 64, 64, 1.0)
+
+    def holds_prompt(shape: Shape) -> bool:
+        packed = HostBatch.build(NONE_NP, NONE_NP, NONE_NP, NONE_NP).packed(shape[0], slots.dummy)
+        batch = ForwardBatch.unpack(torch.from_numpy(packed).to(DEVICE), shape, slots)
+        batch.items(layer)
+        ForwardBatch.of_next_tokens(batch.rows, slots).items(layer)  # as its head attends
+        assert listed[-2] == listed[-1]
+        return listed[-1]
+
+    for num_seqs, rows, logits in captured_shapes(max_num_seqs, 5, 4096, True, 33, 4096)[::7]:
+        assert holds_prompt((num_seqs, rows, logits)) == (rows > max(256, 5 * num_seqs))
+    assert holds_prompt((200, 4096, 200))  # not captured
+
+
+def full(error: type[Exception]) -> Callable[[Tensor, Shape], int]:
+    """A pass of which no more than 8 rows fit into memory."""
+
+    def body(integers: Tensor, shape: Shape) -> int:
+        if shape[0] <= 8:
+            return shape[0]
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            if error is RuntimeError:  # as the end of the capture raises another
+                raise RuntimeError("operation not permitted when stream is capturing")
+
+    return body
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_without_memory_for_all_graphs_there_are_fewer_and_one_warning(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    passes: Phase[int] = Phase(full(error), torch.device("cpu"))
+    with without_gpu():
+        for size in (32, 16, 8, 4):
+            passes.capture(NONE_NP, (size,))
+    assert [*passes.captured] == [(8,), (4,)]
+    assert passes.padded((5,)) == (8,)
+    assert passes.padded((9,)) == (9,)  # which runs as it is
+    assert len(emptied) == 2
+    (record,) = caplog.records
+    assert "no memory for the CUDA graph of (32,)" in record.getMessage()
+    with without_gpu(), pytest.raises(error):
+        Phase(full(error), torch.device("cpu"), needs_all_graphs=True).capture(NONE_NP, (32,))
+
+
+def test_other_errors_of_a_capture_are_raised() -> None:
+    def fail(integers: Tensor, shape: Shape) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with without_gpu(), pytest.raises(RuntimeError, match="not permitted"):
+        Phase(fail, torch.device("cpu")).capture(NONE_NP, (4,))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
+@pytest.mark.parametrize(("kind", "most"), [("draft_model", 0), ("draft_model", 8), ("head", 8)])
+def test_an_engine_serves_with_the_graphs_that_there_is_memory_for(
+    target: Path,
+    draft: Path,
+    recorded: type[_Recorded],
+    kind: str,
+    most: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if kind == "head":
+        draft = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), draft_vocab=60)
+    record = phase.record_graph
+
+    def record_small(run: Callable[[], Any], pool: object, *, is_prepared: bool) -> Any:
+        graph, output = record(run, pool, is_prepared=is_prepared)
+        if isinstance(output, Pass) and len(output.logits) > most:
+            raise torch.OutOfMemoryError
+        return graph, output
+
+    monkeypatch.setattr(phase, "record_graph", record_small)
+    config = engine_config(target, draft, k=2, max_num_seqs=6)
+    plain, padded = Engine(config), Engine(config)
+    padded.worker.capture(ignore_progress)
+    assert all(len(c.output.logits) <= most for c in padded.worker.pair.target.captured.values())
+    mixed, params = prompts([3, 40, 1, 17], VOCAB), SamplingParams(max_tokens=20, seed=4)
+    expected = [tokens(o) for o in run(plain, mixed, params)]
+    assert [tokens(o) for o in run(padded, mixed, params)] == expected
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from verification import DEVICE, HAS_KERNELS
 
-from outrider.kernels.model.attention_items import list_items
+from outrider.kernels.model.attention_items import PROMPT_ROWS, list_items
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 
@@ -28,16 +28,20 @@ def split_starts(num_tokens: int, unit: int) -> Iterator[int]:
         ([300, 1, 20], [300, 90, 1000]),  # with a prefill: nothing is split
     ],
 )
+@pytest.mark.parametrize("holds_prompt", [False, True])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_items_cover_every_row_and_token_once(
-    rows: list[int], lens: list[int], batch_invariant: bool
+    rows: list[int], lens: list[int], batch_invariant: bool, holds_prompt: bool
 ) -> None:
     cu = torch.tensor([0, *rows]).cumsum(0).to(DEVICE)
     slots = torch.tensor([7, 4, 5], device=DEVICE)
     lengths = torch.tensor(lens, device=DEVICE)
     listed = list_items(
-        cu, lengths, slots, sum(rows), 2, 4, 70_000, batch_invariant=batch_invariant
-    )
+        cu, lengths, slots, sum(rows), 2, 4, 70_000, batch_invariant=batch_invariant,
+        holds_prompt=holds_prompt,
+    )  # fmt: skip
+    if holds_prompt:  # as a prompt, however few rows there are: no parts of rows are kept
+        assert (listed.block_m, listed.num_splits) == (PROMPT_ROWS, 1)
     items = listed.items[: int(listed.num_items)].tolist()
     covered: dict[int, list[tuple[int, int]]] = {row: [] for row in range(sum(rows))}
     starts = list(split_starts(70_000, 256))

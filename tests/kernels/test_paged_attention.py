@@ -132,9 +132,9 @@ def check(
             page, end = table[len(batch) - 1 - i, column], passed - column * PAGE
             k_cache[page, :end] = v_cache[page, :end] = float("nan")
     table = table.to(DEVICE)
-    k_scale = v_scale = 1.0
+    k_scale, v_scale = 0.5, 3.0
+    of_keys, of_values = (k_scale, v_scale) if in_fp8 else (1.0, 1.0)  # they are of FP8 alone
     if in_fp8:
-        k_scale, v_scale = 0.5, 3.0
         k_cache, v_cache = to_e4m3(k_cache / k_scale), to_e4m3(v_cache / v_scale)
     slots = torch.arange(len(batch) - 1, -1, -1, device=DEVICE)
     # As Llama hands it over: heads before rows in memory.
@@ -171,8 +171,8 @@ def check(
         [
             paged_attention_reference(
                 query[cu[i] : cu[i + 1]].float(),
-                k_cache.float().nan_to_num() * k_scale,
-                v_cache.float().nan_to_num() * v_scale,
+                k_cache.float().nan_to_num() * of_keys,
+                v_cache.float().nan_to_num() * of_values,
                 table[slots[i], : -(-seq_len // PAGE)],
                 divide(rows, seq_len, window, num_heads // num_kv_heads, torch.float32, DEVICE),
                 scale,

@@ -1,0 +1,93 @@
+"""Tries at start whether `prompt_attention` works on the GPU at hand.
+
+It is written for some versions of Triton, and its copies need a driver that knows them. What fails
+there must not end a server: such layers then take the kernel of other GPUs, which sums in the same
+order.
+"""
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from .attention_items import list_items
+from .batch_invariant_attention import Heads, random_layer
+from .prompt_attention import Variant, failed, has_warpgroups, is_for, prompt_attention
+
+log = logging.getLogger(__name__)
+
+_TOKENS = 768  # more than a split, and a multiple of all sizes of pages
+_ROWS = 80  # the last of them
+_MOST_ERROR = 0.02  # relative; weights that are rounded to bfloat16 make 0.004
+
+
+@functools.cache
+@torch.inference_mode()
+def try_prompt_attention(
+    heads: Heads,
+    page_size: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """If `prompt_attention` is for such layers, compute a short prompt by it; if that fails, log
+    why, and let it be for them no more. To be called where kernels run: in no capture.
+    """
+    if not has_warpgroups(device):
+        return
+    layer = random_layer(heads, _TOKENS, page_size, dtype, cache_dtype, device)
+    query, keys, values, sinks = layer
+    window = heads.window and min(heads.window, _TOKENS // 3)
+    if not is_for(query, keys, values, window, sinks):
+        return
+    try:
+        error = _error(heads, window, *layer)
+        reason = "" if error < _MOST_ERROR else f"its results are wrong by {error:.1%}"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as raised:  # of the compiler, the assembler or the driver
+        reason = f"{type(raised).__name__}: {str(raised).strip()}".splitlines()[0]
+    if reason:
+        failed.add(Variant.of(query, keys, window, sinks))
+        log.warning(
+            "heads of %d attend to prompts by a slower kernel, since that for Hopper GPUs does not "
+            "work here (%s)",
+            heads.head_dim,
+            reason,
+        )
+
+
+def _error(
+    heads: Heads,
+    window: int | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+) -> float:
+    """The relative error of the last rows of a prompt, whose pages lie backwards."""
+    device, group = query.device, heads.num_heads // heads.num_kv_heads
+    table = torch.arange(len(keys), device=device, dtype=torch.int32).flip(0)
+    ends = torch.tensor([0, _ROWS], device=device)
+    slots, lens = torch.zeros_like(ends[:1]), torch.full_like(ends[:1], _TOKENS)
+    items = list_items(
+        ends, lens, slots, _ROWS, heads.num_kv_heads, group, _TOKENS, batch_invariant=True
+    )
+    rows, scale = query[-_ROWS:], heads.head_dim**-0.5
+    got = prompt_attention(rows, keys, values, items, table[None], scale, window, sinks)
+
+    in_order = (pages[table.long()].flatten(0, 1).float() for pages in (keys, values))
+    key, value = (each.repeat_interleave(group, 1) for each in in_order)  # [tokens, heads, dim]
+    logits = torch.einsum("thd,nhd->htn", rows.float(), key) * scale
+    position = torch.arange(_TOKENS, device=device)
+    behind = position[-_ROWS:, None] - position
+    is_seen = behind >= 0
+    if window is not None:
+        is_seen &= behind < window
+    logits.masked_fill_(~is_seen, float("-inf"))
+    if sinks is not None:
+        logits = torch.cat((logits, sinks.float()[:, None, None].expand(-1, _ROWS, 1)), 2)
+    weights = logits.softmax(2)[..., :_TOKENS]
+    exact = torch.einsum("htn,nhd->thd", weights, value)
+    return float((got.float() - exact).norm() / exact.norm())

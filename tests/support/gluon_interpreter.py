@@ -1,0 +1,359 @@
+"""Runs the kernel of prompts, which is written in Gluon, in plain torch: Triton interprets none.
+
+Its warpgroups take turns, in an order drawn by a seed. What is asynchronous on a GPU takes its
+time: a copy fills its part of shared memory when the scheduler draws it, and until then there is
+NaN; what a product reads must be there from its start until it is waited for. So a stage that is
+read or filled too early shows, and warps that wait for ever are an error.
+"""
+
+import random
+import threading
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.model import prompt_attention, prompt_blocks, softmax_sums
+
+# As they are before a test puts something in place of the kernel.
+_MODULES = [dict(vars(module)) for module in (softmax_sums, prompt_blocks, prompt_attention)]
+
+
+class DeadlockError(AssertionError):
+    """All warps wait."""
+
+
+class Pointer:
+    """Into a tensor, in its elements."""
+
+    def __init__(self, flat: Tensor, at: Any = 0) -> None:
+        self._flat, self._at = flat, at
+        self.dtype = SimpleNamespace(element_ty=flat.dtype)
+
+    def __add__(self, more: Any) -> "Pointer":
+        return Pointer(self._flat, self._at + more)
+
+    def load(self, mask: Any = None, other: Any = 0) -> Tensor:
+        at = torch.as_tensor(self._at)
+        if mask is None:
+            return self._flat[at.long()]
+        mask = torch.as_tensor(mask).expand(torch.broadcast_shapes(at.shape, _shape(mask)))
+        found = self._flat[torch.where(mask, at, 0).long()]
+        return torch.where(mask, found, torch.tensor(other, dtype=found.dtype))
+
+    def store(self, value: Tensor, mask: Tensor) -> None:
+        mask = mask.expand(value.shape)
+        self._flat[torch.as_tensor(self._at).expand(value.shape)[mask]] = value[mask]
+
+
+def _shape(x: Any) -> torch.Size:
+    return torch.as_tensor(x).shape
+
+
+class Shared:
+    """Shared memory, whose tiles are stored some columns at a time."""
+
+    def __init__(self, memory: Tensor, shape: tuple[int, ...], is_turned: bool = False) -> None:
+        self.memory, self.shape, self._is_turned = memory, shape, is_turned
+        self.dtype = SimpleNamespace(
+            element_ty=memory.dtype, primitive_bitwidth=8 * memory.element_size()
+        )
+
+    def index(self, i: Any) -> "Shared":
+        assert 0 <= int(i) < self.shape[0]
+        return Shared(self.memory[int(i)], self.shape[1:])
+
+    def permute(self, order: tuple[int, int]) -> "Shared":
+        assert order == (1, 0)
+        return Shared(self.memory, self.shape[::-1], not self._is_turned)
+
+    def load(self, layout: object = None) -> Tensor:
+        rows = self.shape[::-1] if self._is_turned else self.shape
+        loaded = self.memory.reshape(rows).clone()
+        return loaded.T if self._is_turned else loaded
+
+    def store(self, value: Tensor) -> None:
+        assert value.shape == self.shape
+        self.memory.copy_(value.reshape(self.memory.shape))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> "Shared":
+        """Parts of some rows and columns as whole tiles, whose columns lie behind each other."""
+        num, rows, columns = shape
+        span = self.shape[2]
+        memory = self.memory.view(num, columns // span, rows, span).transpose(1, 2)
+        return Shared(memory, (num, rows, columns))
+
+
+class Barrier:
+    """Opens once so many have arrived and all bytes that are expected have come."""
+
+    def __init__(self) -> None:
+        self.count = self.left = self.num_bytes = self.phase = 0
+
+    def changed(self) -> None:
+        assert self.left >= 0, "more arrivals than a barrier waits for"
+        if self.left == 0 and self.num_bytes == 0:
+            self.left, self.phase = self.count, self.phase + 1
+
+
+class Product:
+    """Of a warpgroup, until it waits for it."""
+
+    def __init__(self, left: Any, right: Shared, acc: Tensor) -> None:
+        self._factors, self._acc = (left, right), acc
+        self._before = self._read()
+        self._result: Tensor | None = None
+
+    def _read(self) -> list[Tensor]:
+        return [x.load() if isinstance(x, Shared) else x for x in self._factors]
+
+    def result(self) -> Tensor:
+        if self._result is None:
+            left, right = self._read()
+            for before, now in zip(self._before, (left, right), strict=True):
+                is_same = torch.equal(before.view(torch.int16), now.view(torch.int16))
+                assert is_same, "shared memory changes while it is multiplied"
+            self._result = self._acc + left.float() @ right.float()
+        return self._result
+
+
+class Warps(threading.Thread):
+    """Some warps of a program, which run alone until they wait."""
+
+    def __init__(self, program: "Program", function: Callable[..., Any], args: Any) -> None:
+        super().__init__(daemon=True)
+        self._program, self._function, self._args = program, function, args
+        self.turn = threading.Semaphore(0)
+        self.ready: Callable[[], bool] = lambda: True
+        self.products: list[Product] = []
+        self.is_done = False
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        self.turn.acquire()
+        try:
+            if self._program.error is None:
+                self._function(*self._args)
+        except BaseException as error:
+            self._program.error = error
+        self.is_done = True
+        self._program.turn.release()
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        self.ready = ready
+        self._program.turn.release()
+        self.turn.acquire()
+        if self._program.error is not None:
+            raise self._program.error
+
+
+class Program:
+    """One program: its warps take turns."""
+
+    def __init__(self, number: int, total: int, seed: int) -> None:
+        self.number, self.total, self._random = number, total, random.Random(seed)
+        self.turn = threading.Semaphore(0)
+        self.error: BaseException | None = None
+        self.copies: list[Callable[[], None]] = []
+
+    def warp_specialize(self, functions: list[Any], *_: Any) -> None:
+        warps = [Warps(self, function, args) for function, args in functions]
+        for each in warps:
+            each.start()
+        while not all(each.is_done for each in warps):
+            able: list[Any] = [w for w in warps if not w.is_done and w.ready()]
+            able += self.copies
+            if not able:
+                self.error = DeadlockError("all warps wait")
+            if self.error is not None:
+                able = [w for w in warps if not w.is_done]
+                if not able:
+                    break
+            chosen = self._random.choice(able)
+            if isinstance(chosen, Warps):
+                chosen.turn.release()
+                self.turn.acquire()
+            else:
+                self.copies.remove(chosen)
+                chosen()
+        if self.error is not None:
+            raise self.error
+        assert not self.copies, "copies that nobody waits for"
+
+
+class Kernel:
+    """In place of `_prompt_attention_kernel`."""
+
+    def __init__(self, num_programs: int, seed: int = 0) -> None:
+        self._num_programs, self._seed = num_programs, seed
+        self.num_launches = 0
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+            self.num_launches += 1
+            given = [Pointer(_flat(x)) if isinstance(x, Tensor) else x for x in args]
+            for i in range(self._num_programs):
+                run = _interpreted(Program(i, self._num_programs, self._seed + i))
+                run["_prompt_attention_kernel"](*given, **constants)
+
+        return launch
+
+
+def _flat(x: Tensor) -> Tensor:
+    """From its first element to the end of its storage."""
+    size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    return torch.as_strided(x, (size,), (1,))
+
+
+def _interpreted(program: Program) -> dict[str, Any]:
+    """The functions of the kernel, over stand-ins for Gluon's."""
+    gl = _language(program)
+    barriers = SimpleNamespace(
+        MBarrierLayout=lambda: "barriers",
+        init=_init,
+        wait=lambda barrier, phase: _of_warps().wait(lambda: barrier.phase % 2 != int(phase)),
+        arrive=_arrive,
+        expect=_expect,
+    )
+
+    def copy(cache: Any, at: list[Any], barrier: Barrier, part: Shared) -> None:
+        row, column = (int(each) for each in at)
+        rows, columns = part.shape
+        assert cache.block_shape == [rows, columns]
+        source = cache.base[row : row + rows, column : column + columns]
+        part.store(torch.full(part.shape, 255 if source.dtype == torch.uint8 else torch.nan))
+
+        def arrive() -> None:
+            part.store(source)
+            barrier.num_bytes -= source.numel() * source.element_size()
+            barrier.changed()
+
+        program.copies.append(arrive)
+
+    hopper = SimpleNamespace(
+        warpgroup_mma=_multiply, warpgroup_mma_wait=_wait, fence_async_shared=lambda: None
+    )
+    names: dict[str, Any] = {
+        "gl": gl,
+        "tl": gl,
+        "hopper": hopper,
+        "mbarrier": barriers,
+        "tma": SimpleNamespace(async_copy_global_to_shared=copy),
+        "split_of": _split_of,
+        "start_of": _start_of,
+        "from_e4m3": _from_e4m3,
+    }
+    scopes = []
+    for module in _MODULES:
+        scopes.append(scope := dict(module))
+        for name, value in module.items():
+            if name not in names and hasattr(value, "fn"):
+                function = value.fn
+                names[name] = FunctionType(function.__code__, scope, name, function.__defaults__)
+            elif type(value).__name__ == "constexpr":
+                names[name] = value.value
+    for scope in scopes:
+        scope.update(names)
+    return names
+
+
+def _of_warps() -> Warps:
+    warps = threading.current_thread()
+    assert isinstance(warps, Warps)
+    return warps
+
+
+def _init(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.left = count
+
+
+def _arrive(barrier: Barrier, count: int) -> None:
+    barrier.left -= count
+    barrier.changed()
+
+
+def _expect(barrier: Barrier, num_bytes: int) -> None:
+    barrier.num_bytes += int(num_bytes)
+    _arrive(barrier, 1)
+
+
+def _multiply(
+    left: Any, right: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False
+) -> Any:
+    product = Product(left, right, acc if use_acc else torch.zeros(()))
+    _of_warps().products.append(product)
+    return product if is_async else _wait(0, [product])
+
+
+def _wait(num_left: int, deps: list[Any]) -> Any:
+    products = _of_warps().products
+    while len(products) > num_left:
+        products.pop(0).result()
+    waited = tuple(x.result() if isinstance(x, Product) and x not in products else x for x in deps)
+    return waited if len(waited) > 1 else waited[0]
+
+
+def _split_of(position: Any, unit: Any) -> int:
+    place = int(position) // int(unit)
+    octave = max(place, 8).bit_length() - 4
+    return 8 * octave + (place >> octave)
+
+
+def _start_of(split: int, unit: Any) -> int:
+    octave = max(split // 8 - 1, 0)
+    return ((split - 8 * octave) << octave) * int(unit)
+
+
+def _from_e4m3(codes: Tensor, dtype: Any) -> Tensor:
+    return codes.view(torch.float8_e4m3fn).to(dtype.element_ty)
+
+
+class _Barriers:
+    def __init__(self, num: int) -> None:
+        self._all = [Barrier() for _ in range(num)]
+
+    def index(self, i: Any) -> Barrier:
+        return self._all[int(i)]
+
+
+def _language(program: Program) -> Any:
+    def allocate(dtype: torch.dtype, shape: list[int], layout: object) -> Any:
+        if layout == "barriers":
+            return _Barriers(shape[0])
+        return Shared(torch.zeros(*shape, dtype=dtype), tuple(shape))
+
+    def layout(*_: Any) -> None:
+        return None
+
+    def maximum(a: Any, b: Any) -> Tensor:
+        return torch.maximum(*torch.broadcast_tensors(torch.as_tensor(a), torch.as_tensor(b)))
+
+    return SimpleNamespace(
+        constexpr=int,
+        int64=torch.int64,
+        uint8=torch.uint8,
+        float32=torch.float32,
+        NVMMADistributedLayout=layout,
+        NVMMASharedLayout=layout,
+        BlockedLayout=layout,
+        SliceLayout=layout,
+        DotOperandLayout=layout,
+        static_range=range,
+        program_id=lambda axis: program.number,
+        num_programs=lambda axis: program.total,
+        allocate_shared_memory=allocate,
+        warp_specialize=program.warp_specialize,
+        load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
+        store=lambda pointer, value, mask: pointer.store(value, mask),
+        arange=lambda first, end, layout: torch.arange(first, end, dtype=torch.int32),
+        zeros=lambda shape, dtype, layout: torch.zeros(*shape, dtype=dtype),
+        full=lambda shape, value, dtype, layout: torch.full(tuple(shape), value, dtype=dtype),
+        where=lambda which, a, b: torch.where(torch.as_tensor(which), a, b),
+        max=lambda x, axis: x.amax(axis),
+        maximum=maximum,
+        exp2=torch.exp2,
+        fma=lambda a, b, c: a * b + c,
+        convert_layout=lambda x, layout: x,
+    )
