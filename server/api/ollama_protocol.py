@@ -5,10 +5,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import FailFast, Field
 
+from ..base.errors import unsupported
 from ..base.fields import MAX_TOOLS
 from ..base.unknown_fields import IGNORED, Body
 from .chat_protocol import ChatCompletionRequest
-from .protocol import CompletionRequest
+from .protocol import CompletionRequest, SamplingFields
 
 # Options about how Ollama runs a model, not about its answer.
 RUNTIME_OPTIONS = frozenset(
@@ -18,6 +19,13 @@ RUNTIME_OPTIONS = frozenset(
     }
 )  # fmt: skip
 OPTION_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+# Fields of our requests that are no options: an answer of Ollama's is one text, and nothing else.
+NO_OPTIONS = frozenset(
+    (ChatCompletionRequest.model_fields | CompletionRequest.model_fields).keys()
+    - SamplingFields.model_fields.keys()
+    - {"include_stop_str_in_output", "max_tokens", "prediction", "skip_special_tokens", "stop"}
+    - {"spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side"}
+)
 # Names of our fields in errors, as a client of Ollama's knows them.
 FIELDS = {
     "max_tokens": "num_predict",
@@ -42,7 +50,10 @@ class _Request(Body):
         return None if self.model is None else self.model.removesuffix(LATEST)
 
     def _common(self) -> dict[str, Any]:
-        """What chats and completions of ours share."""
+        """What chats and completions of ours share; raises APIError for what is no option."""
+        if refused := sorted(self.options.keys() & NO_OPTIONS):
+            name = refused[0]
+            raise unsupported(name, f"{name} is no option of this API: leave it out of options.")
         fields = {
             OPTION_NAMES.get(name, name): value
             for name, value in self.options.items()
@@ -75,7 +86,7 @@ class OllamaChatRequest(_Request):
         return not self.messages
 
     def as_chat(self) -> ChatCompletionRequest:
-        """Raises ValidationError, which names fields as chats do."""
+        """Raises APIError, and ValidationError, which names fields as chats do."""
         own = {"messages": [_message(each) for each in self.messages], "tools": self.tools}
         return ChatCompletionRequest.model_validate(self._common() | self._thinking() | own)
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..evaluation.remote import DEFAULT_URL, RemoteError, find
-from .config import ApiKeyOption, ModelOption, UrlArgument
+from .config import ApiKeyOption, ModelOption, UrlArgument, finite
 from .errors import check_folders, give_up
 from .progress import ProgressDisplay
 
@@ -49,7 +49,7 @@ def bench_command(
     ] = 2,
     max_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens per answer.")] = 96,
     temperature: Annotated[
-        float, typer.Option(metavar="NUMBER", min=0.0, help="Sampling temperature.")
+        float, typer.Option(metavar="NUMBER", parser=finite, help="Sampling temperature.")
     ] = 0.0,
     k: Annotated[
         int | None,

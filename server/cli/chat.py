@@ -1,6 +1,7 @@
 """`outrider chat`: a conversation in the terminal, which shows what the drafts were worth."""
 
 import contextlib
+import io
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from ..evaluation.remote import (
     refusal,
     unreachable,
 )
-from .config import ApiKeyOption, ModelOption, UrlArgument
+from .config import ApiKeyOption, ModelOption, UrlArgument, finite
 from .errors import give_up
 from .painter import STYLES, Painter
 
@@ -39,7 +40,9 @@ def chat_command(
     temperature: Annotated[
         float | None,
         typer.Option(
-            metavar="NUMBER", min=0.0, help="Sampling temperature. [default: the server's]"
+            metavar="NUMBER",
+            parser=finite,
+            help="Sampling temperature. [default: the server's]",
         ),
     ] = None,
     max_tokens: Annotated[
@@ -60,6 +63,11 @@ def chat_command(
     If the input is not a terminal, each of its lines is a turn.
     """
     console = Console(highlight=False)
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # terminals and files have other encodings, too
+    if system:
+        system = system.encode(errors="replace").decode()  # the same: JSON is UTF-8
     try:
         remote = find(url, api_key, model)
     except RemoteError as error:

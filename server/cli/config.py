@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import textwrap
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,6 +57,14 @@ ModelOption = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Model to ask. [default: the first one that is served]"),
 ]
+
+
+def finite(given: str) -> float:
+    """A number from 0 on that JSON has. Ranges of typer's let infinity pass, and older ones NaN."""
+    value = float(given)
+    if not 0 <= value < math.inf:
+        raise typer.BadParameter(f"{given} is no number from 0 on.")
+    return value
 
 
 def chosen(

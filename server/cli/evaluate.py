@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from .config import ConfigOption, DraftOption, ModelArgument, SetOption, chosen, settings_or_exit
+from .config import (
+    ConfigOption,
+    DraftOption,
+    ModelArgument,
+    SetOption,
+    chosen,
+    finite,
+    settings_or_exit,
+)
 from .errors import check_folders, errors_shown, give_up
 from .progress import ProgressDisplay
 
@@ -30,7 +38,11 @@ def evaluate_command(
     config: ConfigOption = None,
     temperature: Annotated[
         list[float] | None,
-        typer.Option(metavar="NUMBER", min=0.0, help="Temperature; repeatable. [default: 0, 0.8]"),
+        typer.Option(
+            metavar="NUMBER",
+            parser=finite,
+            help="Temperature; repeatable. [default: 0, 0.8]",
+        ),
     ] = None,
     k: Annotated[
         list[int] | None,

@@ -1,5 +1,6 @@
 """A running server, as `outrider chat` and `outrider bench` ask it."""
 
+import contextlib
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ class Remote:
     """Which server to ask, with which key, for which model."""
 
     url: str  # without /v1
-    headers: dict[str, str]
+    headers: dict[bytes, bytes]
     model: str
 
     @property
@@ -37,19 +38,22 @@ def find(url: str, api_key: str | None, model: str | None) -> Remote:
     url = url.rstrip("/").removesuffix("/v1")
     if "://" not in url:
         url = f"http://{url}"
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    headers: dict[bytes, bytes] = {}
+    if api_key:
+        headers[b"authorization"] = f"Bearer {api_key}".encode(errors="replace")
     try:
         response = httpx.get(f"{url}/v1/models", headers=headers, timeout=TIMEOUT)
         if response.is_error:
             raise refusal(url, response)
         names = [entry["id"] for entry in response.json()["data"]]
+        asked = model or names[0]
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise unreachable(url, error) from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError):
         raise RemoteError(f"{url} answers, but not as an OpenAI-compatible server does") from None
     if model is not None and model not in names:
         raise RemoteError(f"{url} serves no model {model!r}; it serves {', '.join(names)}")
-    return Remote(url, headers, model or names[0])
+    return Remote(url, headers, asked)
 
 
 def unreachable(url: str, error: Exception) -> RemoteError:
@@ -80,7 +84,13 @@ def chunk_of(line: str) -> dict[str, Any] | None:
     data = line.removeprefix("data:").strip()
     if not line.startswith("data:") or data == "[DONE]":
         return None
-    chunk: dict[str, Any] = json.loads(data)
+    chunk: Any = None
+    with contextlib.suppress(ValueError):
+        chunk = json.loads(data)
+    if not isinstance(chunk, dict):
+        raise RemoteError(f"the server's answer has an event that is no object: {data[:80]}")
     if "error" in chunk:
-        raise RemoteError(f"the server ended the answer: {chunk['error'].get('message')}")
+        error = chunk["error"]
+        message = error.get("message") if isinstance(error, dict) else error
+        raise RemoteError(f"the server ended the answer: {message}")
     return chunk

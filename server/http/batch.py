@@ -16,6 +16,7 @@ from outrider.engine.processes.client import EngineClient, EngineUnavailableErro
 
 BUSY, UNAVAILABLE = 429, 503
 RETRY_S = 0.5
+STREAMING = ("/api/chat", "/api/generate")  # Ollama's routes stream unless told not to
 MAX_REASON_CHARS = 300
 
 
@@ -103,6 +104,8 @@ async def _answer(http: httpx.AsyncClient, engine: EngineClient, line: bytes) ->
         if request.body.get(name):
             return result | {"error": _invalid_line(f"{name}: a batch is answered as a whole")}
     try:
+        if httpx.URL(request.url).path.rstrip("/") in STREAMING:
+            request.body["stream"] = False
         reply = await _reply(http, engine, request)
     except (ValueError, httpx.InvalidURL) as error:  # ValueError: NaN is no JSON
         return result | {"error": _invalid_line(f"this cannot be sent: {error}")}

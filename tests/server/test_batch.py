@@ -51,13 +51,17 @@ def test_every_line_is_answered_by_its_route(serve: Serve) -> None:
             line("d", chat | {"max_tokens": 5}, "/v1/messages"),
             line("e", {"prompt": "Hi", "temperature": -1}),
             line("f", {}, "/v1/nowhere"),
+            line("g", chat, "/api/chat"),
+            line("h", {"prompt": "Hi"}, "/api/generate/"),
+            line("i", {"prompt": "Hi"}, "/tokenize"),
         ],
     )
     statuses = {each: answer["response"]["status_code"] for each, answer in told.items()}
-    assert statuses == {"a": 200, "b": 200, "c": 200, "d": 200, "e": 400, "f": 404}
+    assert statuses == dict.fromkeys("abcdghi", 200) | {"e": 400, "f": 404}
     assert all(answer["error"] is None for answer in told.values())
     assert all(answer["id"] and answer["response"]["request_id"] for answer in told.values())
     assert told["a"]["response"]["body"]["choices"][0]["text"] == " Hello world"
+    assert told["g"]["response"]["body"]["message"]["content"] == " Hello world"
     assert told["e"]["response"]["body"]["error"]["param"] == "temperature"
 
 

@@ -142,6 +142,8 @@ def test_a_prompt_gets_the_chat_template_unless_raw(serve: Serve, tokenizer: Tok
         ({"options": {"num_predict": 0}}, "num_predict"),
         ({"options": {"mirostat": 2}}, "mirostat"),
         ({"options": {"temperature": -1}}, "temperature"),
+        ({"options": {"n": 2}}, "n is no option"),  # the texts of both would be one
+        ({"options": {"messages": []}}, "messages is no option"),
         ({"messages": [{"role": "user", "content": "Hi", "images": ["aGk="]}]}, "images"),
         ({"messages": {}}, "messages"),
         ({"model": "other"}, "'other' does not exist"),

@@ -101,6 +101,30 @@ def test_what_keeps_from_asking_is_shown(
         )
 
 
+@pytest.mark.parametrize("command", ["chat", "bench", "evaluate"])
+@pytest.mark.parametrize("given", ["nan", "inf", "-1", "x"])
+def test_a_temperature_is_a_number_from_0_on(command: str, given: str) -> None:
+    result = outrider(command, "--temperature", given)
+    assert result.exit_code == 2
+    assert "--temperature" in result.stderr
+
+
+def test_what_is_no_utf_8_is_sent_and_shown_as_far_as_it_goes(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    served = serve(api_keys=["schl\u00fcssel"])
+    with on_a_socket(served) as url:
+        result = CliRunner().invoke(
+            app,
+            ["chat", url, "--system", "be ki\udcffnd", "--api-key", "schl\u00fcssel"],
+            input=b"caf\xe9!\n",
+        )
+    assert (result.exit_code, result.exception) == (0, None), result.output
+    assert "Hello world" in result.stdout
+    prompt = served.client.submitted[-1][0].prompt_token_ids
+    assert "caf\ufffd!" in tokenizer.decode(prompt, skip_special_tokens=False)
+
+
 @contextmanager
 def other_server(chunks: list[dict[str, Any]]) -> Iterator[Any]:
     """A server that streams these chunks."""
@@ -186,6 +210,13 @@ def test_chat_shows_how_far_the_prompt_is(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_error_in_the_stream_is_shown() -> None:
     with other_server([{"error": {"message": "out of pages"}}]) as (url, _):
         assert "ended the answer: out of pages" in outrider("chat", url, say="Hi\n").stderr
+
+
+@pytest.mark.parametrize("chunk", [{"error": "out of pages"}, "out of pages"])
+def test_an_error_of_another_server_is_shown(chunk: Any) -> None:
+    with other_server([chunk]) as (url, _):
+        result = outrider("chat", url, say="Hi\n")
+    assert (result.exit_code, "out of pages" in result.stderr) == (0, True)
 
 
 def test_each_character_has_the_kind_of_its_token() -> None:
