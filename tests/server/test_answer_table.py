@@ -78,7 +78,7 @@ def running(tokenizer: Tokenizer) -> Iterator[Site]:
         api_keys=("key",),
         max_body_bytes=50_000,
         max_prompts_times_n=8,
-        body_timeout_s=1,
+        body_timeout_s=0.5,
     )
     with on_a_socket(served) as url:
         yield Site(served, url)
@@ -197,7 +197,7 @@ def test_body_too_large_is_413(site: Site, chunked: bool) -> None:
 def test_body_that_does_not_arrive_is_408(
     site: Site, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(middleware, "LINGER_S", 0.2)
+    monkeypatch.setattr(middleware, "LINGER_S", 0.1)
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer key\r\n"
     head += "content-type: application/json\r\ncontent-length: 100\r\n\r\n"
     with site.connection() as slow:

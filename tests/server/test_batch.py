@@ -267,6 +267,7 @@ def test_an_output_that_cannot_be_is_reported_before_anything_is_loaded(
     assert given.read_text()
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_answers_of_an_earlier_run_stay_until_there_are_new_ones(tmp_path: Path) -> None:
     given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     given.write_text(line("a", {"prompt": "Hi"}))

@@ -69,6 +69,19 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that are put behind sockets from now on."""
+    made: list[Any] = []
+
+    def noting(*args: Any) -> Any:
+        made.append(http_server.Server(*args))
+        return made[-1]
+
+    monkeypatch.setattr(socket_server, "Server", noting)
+    return made
+
+
+@pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
     monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.2)
@@ -88,7 +101,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_answer_before_the_body_is_the_last_of_its_connection(
     serve: Serve, headers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(middleware, "LINGER_S", 0.2)
+    monkeypatch.setattr(middleware, "LINGER_S", 0.1)
     with on_a_socket(serve(api_keys=("key",))) as url, connect(url) as client:
         client.sendall(post(headers))
         time.sleep(0.05)
@@ -351,7 +364,7 @@ def test_a_client_that_does_not_read_its_stream_is_ended(serve: Serve, reads: in
     body = json.dumps({"prompt": "Hi", "stream": True}).encode()
     request = post(f"{JSON}content-length: {len(body)}\r\n", body)
     with (
-        on_a_socket(served, send_buffer_bytes=4096, send_timeout_s=1) as url,
+        on_a_socket(served, send_buffer_bytes=4096, send_timeout_s=0.3) as url,
         connect(url, receive_buffer_bytes=4096) as client,
     ):
         client.sendall(request)
@@ -360,7 +373,7 @@ def test_a_client_that_does_not_read_its_stream_is_ended(serve: Serve, reads: in
             assert time.monotonic() < deadline_s
             if reads:
                 client.recv(reads)
-            time.sleep(0.05)
+            time.sleep(0.02)
 
 
 def test_a_client_that_reads_slowly_gets_all_of_its_answer(serve: Serve) -> None:
@@ -379,37 +392,55 @@ def test_a_client_that_reads_slowly_gets_all_of_its_answer(serve: Serve) -> None
     assert b"[DONE]" in received
 
 
-def asking_for_tokens(num_chars: int) -> bytes:
-    body = json.dumps({"prompt": "a1" * (num_chars // 2)}).encode()
-    head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: {len(body)}\r\n"
-    return f"{head}connection: close\r\n\r\n".encode() + body
+async def as_much_as_asked(scope: Any, receive: Any, send: Any) -> None:
+    """An application that answers GET /NUMBER with so many bytes."""
+    num_bytes = int(scope["path"][1:])
+    headers = [(b"content-length", b"%d" % num_bytes)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": bytes(num_bytes)})
 
 
-def test_what_a_slow_client_reads_counts_although_the_kernel_holds_much(serve: Serve) -> None:
+def asking_for(num_bytes: int) -> bytes:
+    head = f"GET /{num_bytes} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    return head.encode()
+
+
+def body_in(answer: bytes) -> bytes:
+    return answer.partition(b"\r\n\r\n")[2]
+
+
+def test_what_a_slow_client_reads_counts_although_the_kernel_holds_much(
+    serve: Serve, servers: list[Any]
+) -> None:
+    served = serve()
+    served.app = as_much_as_asked
     with (
-        on_a_socket(serve(), send_timeout_s=1) as url,
+        on_a_socket(served, send_timeout_s=1) as url,
         connect(url, receive_buffer_bytes=4096) as client,
     ):
-        client.sendall(asking_for_tokens(2_000_000))
-        received = client.recv(4096)
-        for _ in range(25):  # 300 kB a second
+        client.sendall(asking_for(6_000_000))
+        for _ in range(16):  # 300 kB a second
             time.sleep(0.1)
-            received += client.recv(32_768, socket.MSG_WAITALL)
-        head, _, answer = (received + to_the_end(client)).partition(b"\r\n\r\n")
-    assert f"content-length: {len(answer)}".encode() in head
+            client.recv(32_768)
+        assert servers[0].server_state.connections, "it was ended"
 
 
-def test_beyond_the_budget_the_slowest_are_closed_first(serve: Serve) -> None:
+def number_late(connections: set[Any]) -> int:
+    return sum(each._unsent_since_s is not None for each in connections)
+
+
+def test_beyond_the_budget_the_slowest_are_closed_first(serve: Serve, servers: list[Any]) -> None:
     served = serve()
+    served.app = as_much_as_asked
     with on_a_socket(served, max_unsent_bytes=2**20) as url:
         late = [connect(url, receive_buffer_bytes=4096) for _ in range(4)]
-        for client in late:
-            client.sendall(asking_for_tokens(70_000))
-            time.sleep(1.2)  # until it is known to be late
+        connections = servers[0].server_state.connections
+        for number, client in enumerate(late, 1):
+            client.sendall(asking_for(210_000))
+            until(lambda n=number: number_late(connections) == n)  # type: ignore[misc]
         reader = connect(url)
-        reader.sendall(asking_for_tokens(200_000))
-        head, _, answer = to_the_end(reader).partition(b"\r\n\r\n")
-        assert f"content-length: {len(answer)}".encode() in head
+        reader.sendall(asking_for(600_000))
+        assert len(body_in(to_the_end(reader))) == 600_000
         lengths = [len(to_the_end(client)) for client in late]
         assert lengths[0] == min(lengths) < max(lengths) == lengths[-1]
         for client in late:
@@ -429,16 +460,12 @@ def test_a_client_that_leaves_with_another_request_sent_ahead_frees_its_sequence
 
 
 def test_a_server_that_leaves_beside_unread_answers_logs_no_traceback(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: Serve,
+    servers: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(http_server, "FAREWELL_S", 0.2)
-    servers: list[Any] = []
-
-    def noting(*args: Any) -> Any:
-        servers.append(http_server.Server(*args))
-        return servers[-1]
-
-    monkeypatch.setattr(socket_server, "Server", noting)
     served = serve(endless)
     body = json.dumps({"prompt": "Hi", "stream": True}).encode()
     with (

@@ -38,7 +38,8 @@ def test_a_gpu_that_the_config_names_is_missing() -> None:
     assert (found.state, "target.device is 'cuda:0'" in found.text) == ("bad", True)
 
 
-def test_a_taken_port_is_missing_and_another_is_advised() -> None:
+def test_a_taken_port_is_missing_and_another_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "PORT_TIMEOUT_S", 0.1)  # who has it does not answer
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -269,7 +269,7 @@ def test_signal_lets_running_requests_finish(serve: Serve, listener: socket.sock
 
 
 @pytest.mark.usefixtures("own_garbage_collection")
-@pytest.mark.parametrize("api_workers", [1, 2])
+@pytest.mark.parametrize("api_workers", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_an_engine_that_keeps_dying_ends_the_server(
     monkeypatch: pytest.MonkeyPatch, listener: socket.socket, api_workers: int
 ) -> None:

@@ -7,12 +7,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import uvicorn.server
 import uvloop
 from served import Served
 
 from outrider.server.config.server_settings import ServerSettings
 from outrider.server.http.http_server import Server
 from outrider.server.http.listeners import bind, bind_unix
+
+
+class _Impatient:
+    """asyncio as uvicorn sees it: it sleeps a tenth of its time between two looks at whether it is
+    to leave, at connections, and at what has ended.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, delay_s: float) -> None:
+        await asyncio.sleep(delay_s / 10)
+
+
+uvicorn.server.asyncio = _Impatient()  # type: ignore[assignment]
 
 
 @contextmanager
