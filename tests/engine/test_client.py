@@ -19,6 +19,7 @@ from engine_clients import (
 from engine_clients import scripted_request as request
 
 from outrider.engine.api import InvalidRequestError, QueueFullError
+from outrider.engine.processes import process
 from outrider.engine.processes.client import EngineClient, EngineUnavailableError
 
 pytestmark = pytest.mark.anyio
@@ -212,7 +213,10 @@ async def test_a_step_that_raises_ends_all_streams_with_its_words(client: Engine
     assert client.state != "ready"
 
 
-async def test_a_leak_is_found_once_the_engine_is_idle(client: EngineClient) -> None:
+async def test_a_leak_is_found_once_the_engine_is_idle(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_QUIET_S", 0.1)  # as it is in scripted_engine.py
     other = await client.generate([request("other", max_tokens=10**6)])
     await collect(await client.generate([request("a", script="leak")]))
     assert client.state == "ready"

@@ -23,7 +23,12 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(
-    scope="module", params=[InProcessEngine, pytest.param(ProcessEngine, marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        InProcessEngine,
+        # The server's end-to-end tests have it flood and leave this one; so does every request.
+        pytest.param(ProcessEngine, marks=[pytest.mark.slow, pytest.mark.deep]),
+    ],
 )
 async def client(
     request: pytest.FixtureRequest, tiny_model: Callable[..., Path]

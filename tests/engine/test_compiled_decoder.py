@@ -120,9 +120,12 @@ def in_parts(rng: random.Random, num_slots: int, length: int) -> list[Runs]:
     return steps
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(i, marks=pytest.mark.sweep) for i in range(6, 30))]
-)
+LONG = (3, 4)  # seeds of 70 rows and wide layers; 2 has the rows and 0 the widest heads
+SEEDS = [pytest.param(i, marks=pytest.mark.deep if i in LONG else ()) for i in range(6)]
+SEEDS += [pytest.param(i, marks=pytest.mark.sweep) for i in range(6, 30)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_any_shape_is_computed_right_and_with_the_same_bits(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,10 @@ pytestmark = [
 DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
+def deep(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.deep)
+
+
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="cuda")
 
@@ -72,7 +76,7 @@ def check(kernels: list[Any]) -> None:
 
 
 # With 7 steps each is a loop's only one, also in small tiles.
-@pytest.mark.parametrize(("size", "num_in"), [(16, 448), (16, 960), (64, 960), (128, 960)])
+@pytest.mark.parametrize(("size", "num_in"), [(16, 448), deep(16, 960), deep(64, 960), (128, 960)])
 def test_experts_do_not_overwrite_what_is_multiplied(size: int, num_in: int) -> None:
     with machine_code.launches(machine_code.H100) as kernels:
         layer, int32 = make_experts(num_in), torch.int32
@@ -85,7 +89,7 @@ def test_experts_do_not_overwrite_what_is_multiplied(size: int, num_in: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("size", "kind", "group"), [(16, "int4", 128), (64, "fp8", 128), (128, "fp8", 960)]
+    ("size", "kind", "group"), [(16, "int4", 128), deep(64, "fp8", 128), (128, "fp8", 960)]
 )
 def test_narrow_experts_do_not_overwrite_what_is_multiplied(
     size: int, kind: Kind, group: int
@@ -99,14 +103,16 @@ def test_narrow_experts_do_not_overwrite_what_is_multiplied(
 
 
 @pytest.mark.parametrize(
-    ("gpu", "activation"),
+    ("gpu", "activation", "size"),
     [
-        (machine_code.H100, SILU),
-        (machine_code.RTX_4090, SILU),
-        (machine_code.H100, RELU_SQUARED),
+        (machine_code.H100, SILU, 16),
+        deep(machine_code.H100, SILU, 128),
+        deep(machine_code.RTX_4090, SILU, 16),
+        (machine_code.RTX_4090, SILU, 128),
+        deep(machine_code.H100, RELU_SQUARED, 16),
+        (machine_code.H100, RELU_SQUARED, 128),
     ],
 )
-@pytest.mark.parametrize("size", [16, 128])
 def test_plain_experts_are_multiplied_by_tensor_cores(
     gpu: machine_code.Gpu, activation: Activation, size: int
 ) -> None:
@@ -135,9 +141,12 @@ def test_numbers_that_share_a_word_are_converted_together() -> None:
 @pytest.mark.parametrize(
     ("kind", "group", "num_rows"),
     [
-        *((kind, group, num) for kind, group in (("fp8", 1024), ("int4", 128)) for num in (1, 100)),
+        ("fp8", 1024, 1),
+        deep("int4", 128, 1),
+        deep("fp8", 1024, 100),
+        ("int4", 128, 100),
         ("fp8", 1024, 200),
-        ("int4", 128, 200),
+        deep("int4", 128, 200),
         ("nvfp4", 16, 20),
     ],
 )

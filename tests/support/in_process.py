@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 from outrider.engine.api import ReportProgress, ignore_progress
 from outrider.engine.config import EngineConfig
-from outrider.engine.engine import Engine
 from outrider.engine.processes.client import EngineClient
 from outrider.engine.processes.messages import FromEngine, Hello, Shutdown, ToEngine
-from outrider.engine.processes.process import MakeEngine, run
+from outrider.engine.processes.process import MakeEngine, load_libraries, run
 
 
 class QueueChannel:
@@ -50,11 +49,11 @@ class InProcessEngine(EngineClient):
         config: EngineConfig,
         report: ReportProgress = ignore_progress,
         *,
-        make_engine: MakeEngine = Engine,
+        make_engine: MakeEngine | None = None,
     ) -> None:
         super().__init__(report)
         self._config = config
-        self._make_engine = make_engine
+        self._make_engine = make_engine or load_libraries()  # it imports torch
         self._channel: QueueChannel | None = None
         self._thread: threading.Thread | None = None
 

@@ -18,7 +18,7 @@ from outrider.engine.api import (
     RequestOutput,
 )
 from outrider.engine.config import ConfigError, EngineConfig
-from outrider.engine.processes.process import main
+from outrider.engine.processes import process
 
 SCRIPT = {"invalid": 1, "submit_bug": 2, "step_bug": 3, "exit": 4, "leak": 5, "hang": 6}
 STEP_S = 0.001
@@ -123,4 +123,5 @@ class ScriptedEngine:
 
 
 if __name__ == "__main__":
-    sys.exit(main(cast(Any, ScriptedEngine)))
+    process._QUIET_S = 0.1
+    sys.exit(process.main(cast(Any, ScriptedEngine)))

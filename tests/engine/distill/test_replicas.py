@@ -25,6 +25,7 @@ def test_a_replica_that_fails_ends_all_and_is_reported() -> None:
         run_replicas(one_fails, 2, ("raises",), ignore_progress)
 
 
+@pytest.mark.deep  # as a run without any does in test_run.py
 def test_the_first_replica_saves_its_work_when_the_run_is_interrupted(tmp_path: Path) -> None:
     def interrupt(*progress: object) -> None:
         signal.raise_signal(signal.SIGINT)
