@@ -180,11 +180,15 @@ class _ResponsesAnswer(Answer):
     def _cancel(self) -> None:
         """End the response, unless it has ended, with what there is of it."""
         if self._status in ("queued", "in_progress"):
-            self._status = "cancelled"
-            deque(self._items.close("incomplete"), maxlen=0)
+            self._cut_off("cancelled")
+
+    def _cut_off(self, status: Status) -> None:
+        """What is there of the output stays."""
+        self._status = status
+        deque(self._items.close("incomplete"), maxlen=0)
 
     def _fail(self, error: APIError) -> None:
-        self._status = "failed"
+        self._cut_off("failed")
         code = error.code if error.status_code < 500 else "server_error"
         self._error = {"code": code, "message": error.message}
 
@@ -320,7 +324,8 @@ class _Background:
         return self._answer.as_json()
 
     async def cancel(self) -> None:
-        self._task.cancel()
+        if not self._task.cancelling():  # a second time, it could not keep the response
+            self._task.cancel()
         await asyncio.wait([self._task])
 
 

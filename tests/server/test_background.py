@@ -14,6 +14,7 @@ from socket_server import on_a_socket
 
 from outrider.engine.api import NewRequest
 from outrider.engine.processes.client import EngineUnavailableError, QueueFullError
+from outrider.server.api.answer import Answer
 
 Serve = Callable[..., Served]
 
@@ -129,6 +130,32 @@ def test_a_response_that_is_cancelled_frees_its_sequence_and_is_kept(
             assert (await client.ask(method, each)).json() == reply.json()
 
     asyncio.run(run())
+
+
+@pytest.mark.usefixtures("slow_writing")
+@in_one_loop
+async def test_who_cancels_at_the_same_time_gets_the_same(serve: Serve) -> None:
+    client = Client(serve(Script()))
+    path = f"/v1/responses/{(await client.post(**ASK)).json()['id']}"
+
+    async def cancel(after_s: float) -> Reply:
+        await asyncio.sleep(after_s)
+        return await client.ask("POST", f"{path}/cancel")
+
+    replies = await asyncio.gather(*map(cancel, (0, 0, 0.02)))
+    assert [reply.status for reply in replies] == [200] * 3
+    assert {reply.json()["status"] for reply in replies} == {"cancelled"}
+
+
+@pytest.fixture
+def slow_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an answer that lists many logprobs, which a thread writes."""
+
+    async def written(self: Answer, num_logprobs: int, write: Any, *args: Any) -> Any:
+        await asyncio.sleep(0.1)
+        return write(*args)
+
+    monkeypatch.setattr(Answer, "_written", written)
 
 
 @in_one_loop

@@ -513,6 +513,8 @@ def test_failure_in_mid_stream_is_a_failed_response(serve: Serve) -> None:
     assert last["type"] == "response.failed"
     assert last["response"]["status"] == "failed"
     assert last["response"]["error"] == {"code": "server_error", "message": "it died"}
+    (item,) = last["response"]["output"]  # what had come stays
+    assert (item["status"], len(item["content"][0]["text"])) == ("incomplete", 1)
     assert get(served.app, f"/v1/responses/{last['response']['id']}").status == 404
 
 
