@@ -20,6 +20,7 @@ from outrider.engine.models.loading import load_network
 # Only our decoder keeps their states.
 HYBRIDS = {"nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 OURS = {
+    "exaone4",
     "glm4_moe",
     "granitemoe",
     "llama",
@@ -51,6 +52,14 @@ def test_logits_equal_eager_attention(architecture: str, tiny_model: Callable[..
     config = ModelConfig(path=str(path), dtype="float32")
     model = load_network(config, DEVICE, batch_invariant=None)
     assert type(model) is (Decoder if architecture in OURS else HuggingFaceModel)
+    check_against_eager(model, path)
+
+
+def test_without_windows_all_layers_of_exaone_have_rope(tiny_model: Callable[..., Path]) -> None:
+    every = {"sliding_window": None, "layer_types": ["full_attention"] * 2}
+    path = tiny_model("exaone4", **every)
+    model = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+    assert type(model) is Decoder
     check_against_eager(model, path)
 
 
@@ -170,13 +179,13 @@ def test_dynamic_rope_is_refused_with_the_reason(tiny_model: Callable[..., Path]
 
 
 @pytest.mark.parametrize(
-    ("architecture", "told"),
+    ("architecture", "stated"),
     [("gemma3_text", {"use_bidirectional_attention": True}), ("llama", {"is_causal": False})],
 )
 def test_attention_that_is_not_causal_is_refused(
-    architecture: str, told: dict[str, bool], tiny_model: Callable[..., Path]
+    architecture: str, stated: dict[str, bool], tiny_model: Callable[..., Path]
 ) -> None:
-    path = tiny_model(architecture, **told)
+    path = tiny_model(architecture, **stated)
     with pytest.raises(UnsupportedModelError, match=f"{architecture}.*attend to those behind them"):
         load_network(ModelConfig(path=str(path)), DEVICE)
 

@@ -78,6 +78,11 @@ TINY: dict[str, dict[str, object]] = {
             },
         },
     },
+    "exaone4": {
+        "num_key_value_heads": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
     "gpt2": {},
     "gpt_neox": {},
@@ -180,7 +185,7 @@ def save_tiny_model(
     scale: float = 0.3,
     **overrides: object,
 ) -> Path:
-    """A random model of a few thousand parameters with sharp enough logits to tell tokens apart."""
+    """A random model of a few thousand parameters with sharp enough logits that tokens differ."""
     settings: dict[str, object] = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
