@@ -9,8 +9,7 @@ again: only full pages of known tokens are recorded, and a sequence only ever wr
 computed tokens.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 from .announcements import Announcements, PageEvent
 from .host_tier import HostTier, PageCopies
@@ -66,6 +65,9 @@ class DeviceMemory:
         self._has_windows = len(self._groups) > 1
         self._pages_with_draft: set[int] = set()  # whose draft KV is right
         self.states = states if prefix_caching else None
+        # What prefixes leave, of each kind what can be found by hashes: states come last.
+        self._kinds: list[Pages | KeptStates] = [*self._groups]
+        self._kinds += [] if self.states is None else [self.states]
         self._announcements = None
         if keeps_events:
             self._announcements = Announcements(
@@ -128,7 +130,7 @@ class DeviceMemory:
         memory.num_shared_tokens = memory.num_computed_tokens = len(shared) * self.page_size
         memory.num_draft_computed_tokens = next(without, len(shared)) * self.page_size
         if self.states is not None:
-            self.states.begin(memory, self._last_edge(memory, num_reusable)[1])
+            self.states.begin(memory, self._last_edge(memory, num_reusable, self._groups)[1])
         return memory.num_shared_tokens
 
     def prefix_is_coming(
@@ -156,7 +158,7 @@ class DeviceMemory:
 
     def is_coming_back(self, memory: SequenceMemory) -> bool:
         """Whether pages for this sequence are on their way from the host."""
-        return self.host is not None and self.host.is_loading and self._awaits is memory
+        return self.awaits_pages and self._awaits is memory
 
     def bring_back(self, memory: SequenceMemory, num_reusable: int) -> bool:
         """Begin to bring back what the host has of the first `num_reusable` tokens of a waiting
@@ -167,8 +169,8 @@ class DeviceMemory:
         """
         if self.host is None or not self.prefix_caching:
             return False
-        hashes, edge = self._last_edge(memory, num_reusable, self.host, self.states)
-        if edge == self._last_edge(memory, num_reusable, states=self.states)[1]:
+        hashes, edge = self._last_edge(memory, num_reusable, self._kinds, self.host)
+        if edge == self._last_edge(memory, num_reusable, self._kinds)[1]:
             return False
         if self.host.is_loading:
             return True
@@ -194,13 +196,11 @@ class DeviceMemory:
         """Let sequences find what has come back from the host."""
         if self.host is None or not self.host.is_loading:
             return
-        kinds: list[Pages | KeptStates] = [*self._groups]
-        kinds += [] if self.states is None else [self.states]
         for g, page, page_hash, has_draft in self.host.take_arrived():
-            group = kinds[g]
-            if page_hash is not None and group.record(page, page_hash) and has_draft and g == 0:
+            kind = self._kinds[g]
+            if page_hash is not None and kind.record(page, page_hash) and has_draft and g == 0:
                 self._pages_with_draft.add(page)
-            group.give_back(page)
+            kind.give_back(page)
 
     @property
     def awaits_pages(self) -> bool:
@@ -348,7 +348,7 @@ class DeviceMemory:
         """
         if not self.prefix_caching:
             return [[] for _ in self._groups]
-        hashes, edge = self._last_edge(memory, num_reusable, states=self.states)
+        hashes, edge = self._last_edge(memory, num_reusable, self._kinds)
         found = []
         for group in self._groups:
             first = group.first_needed(edge * self.page_size)
@@ -360,28 +360,21 @@ class DeviceMemory:
         self,
         memory: SequenceMemory,
         num_reusable: int,
+        kinds: Sequence[Pages | KeptStates],
         host: HostTier | None = None,
-        states: KeptStates | None = None,
     ) -> tuple[list[bytes], int]:
         """The hashes of a sequence's full pages, and the last edge at which it can go on, up to
-        `num_reusable` tokens: with pages on the device and, if given, in the second tier; if
-        `states` are given, with one of them.
+        `num_reusable` tokens: with what is kept of these kinds on the device and, if given, in the
+        second tier.
         """
         # All pages of a prompt: others ask whether it is about to compute them.
         num_full = (len(memory.token_ids) - 1) // self.page_size
         hashes = memory.hash_pages(num_full, self.page_size, self._lookahead)
-        lookups: list[Callable[[Sequence[bytes], int], int]] = [
-            partial(group.last_edge, elsewhere=host.hashes(g) if host else ())
-            for g, group in enumerate(self._groups)
-        ]
-        if states is not None:
-            of_host = host.hashes(len(self._groups)) if host else ()
-            lookups.append(partial(states.last_edge, elsewhere=of_host))
         edge, num_agreed, i = num_reusable // self.page_size, 0, 0
-        while num_agreed < len(lookups):
-            last = lookups[i](hashes, edge)
+        while num_agreed < len(kinds):
+            last = kinds[i].last_edge(hashes, edge, host.hashes(i) if host else ())
             num_agreed = num_agreed + 1 if last == edge else 1
-            edge, i = last, (i + 1) % len(lookups)
+            edge, i = last, (i + 1) % len(kinds)
         return hashes, edge
 
     def _forget(self, g: int, page: int) -> None:

@@ -13,7 +13,7 @@ class Pages:
     room is needed (least recently used first).
     """
 
-    def __init__(self, num_pages: int, page_size: int, window: int | None = None) -> None:
+    def __init__(self, num_pages: int, page_size: int, window: int | None) -> None:
         """`window`: how many tokens a row attends to; None: all."""
         self._page_size, self.window = page_size, window
         self._ref_count = [0] * num_pages
@@ -40,9 +40,7 @@ class Pages:
         """The first page of its sequence that a row at this position attends to."""
         return 0 if self.window is None else max(0, position - self.window + 1) // self._page_size
 
-    def last_edge(
-        self, hashes: Sequence[bytes], most: int, elsewhere: Container[bytes] = ()
-    ) -> int:
+    def last_edge(self, hashes: Sequence[bytes], most: int, elsewhere: Container[bytes]) -> int:
         """The last edge, counted in pages up to `most`, at which a sequence with these hashes can
         go on: all that a row there attends to is found, here or `elsewhere`.
         """

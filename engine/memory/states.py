@@ -36,9 +36,7 @@ class KeptStates:
         self.on_evict: Callable[[int, bytes], None] = lambda place, page_hash: None
         self.is_in_host: Callable[[bytes], bool] = lambda page_hash: False
 
-    def last_edge(
-        self, hashes: Sequence[bytes], most: int, elsewhere: Container[bytes] = ()
-    ) -> int:
+    def last_edge(self, hashes: Sequence[bytes], most: int, elsewhere: Container[bytes]) -> int:
         """The last edge, counted in pages up to `most`, behind which a state is kept, here or
         `elsewhere`.
         """

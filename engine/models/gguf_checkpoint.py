@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.cpu.layers import compiled
-from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack
+from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack_tiles
 
 from .checkpoint import EMBEDDING, AnyCheckpoint, Checkpoint, ReportCounts, check_shape
 from .gguf_architectures import architecture_of
-from .gguf_file import FILE_NAME, Format, GgufFile, transformers_arguments
+from .gguf_file import FILE_NAME, GgmlType, GgufFile, holds_gguf
 from .narrow_weight import Stacked
 from .shares import Cut, Outputs, num_outputs
 from .weights import Axis, Dense, Matrix, Tiles
@@ -33,7 +33,7 @@ def why_misread(file: GgufFile, understood: Collection[str] = ()) -> str | None:
     # Gemma 4's factors only say which dimensions rotate, as its configuration does.
     ignored = set() if name == "gemma4" else _ROPE_FACTORS
     known = architecture_of(file.metadata)
-    for name in file.names:
+    for name in file.entries:
         is_left_out = name in ignored or (known is not None and not known.is_known(name))
         if is_left_out and name not in understood:
             return name
@@ -59,7 +59,7 @@ def why_unpacked(file: GgufFile) -> str | None:
     """
     if architecture_of(file.metadata) is None:
         return f"its architecture is {file.metadata.get('general.architecture')}"
-    layouts = {file.format_of(name).layout for name in file.names}
+    layouts = {file.format_of(name).layout for name in file.entries}
     if layouts == {Layout.PLAIN}:
         return "none of it is quantised"
     return None
@@ -80,7 +80,7 @@ def open_checkpoint(
     """The weights of a model directory, whatever files have them; `options` as in Checkpoint, for
     all but GGUF files.
     """
-    if transformers_arguments(folder):
+    if holds_gguf(folder):
         return GgufCheckpoint(folder, dtype, device, report)
     return Checkpoint(folder, dtype, device, report, **options)
 
@@ -102,7 +102,7 @@ class GgufCheckpoint(AnyCheckpoint):
         if architecture is None:
             raise ValueError(why_unpacked(self._file))
         self._architecture = architecture
-        self._num_tensors = len({*self._file.names} - _ROPE_FACTORS)
+        self._num_tensors = len({*self._file.entries} - _ROPE_FACTORS)
         self._keeps_width = device.type == "cpu" and compiled() is not None
 
     def __contains__(self, name: str) -> bool:
@@ -115,7 +115,7 @@ class GgufCheckpoint(AnyCheckpoint):
         return torch.cat([self.stored(name).to(self.dtype) for name in names]).to(self.device)
 
     def unread(self) -> set[str]:
-        return {*self._file.names} - self._names_read - _ROPE_FACTORS
+        return {*self._file.entries} - self._names_read - _ROPE_FACTORS
 
     def _tied(self, embedding: Tensor) -> Matrix:
         if not self._keeps_width:
@@ -146,11 +146,11 @@ class GgufCheckpoint(AnyCheckpoint):
             columns = zip(*(codes for _, codes in group), strict=True)
             merged = Codes(*(torch.cat(column) for column in columns if column[0] is not None))
             is_unpacked = merged.scale is None
-            packed = pack(merged, Layout.PLAIN if is_unpacked else layout)
+            packed = pack_tiles(merged, Layout.PLAIN if is_unpacked else layout)
             tiles.append(Tiles(packed, self.dtype, file_format))
         return tiles[0] if len(tiles) == 1 else Stacked(tiles)
 
-    def _format_of(self, name: str) -> Format:
+    def _format_of(self, name: str) -> GgmlType:
         return self._file.format_of(self._architecture.place(name).name)
 
     def _shape_of(self, name: str) -> tuple[int, ...]:

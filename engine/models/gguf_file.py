@@ -20,12 +20,12 @@ _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=
 _STRING, _ARRAY = 8, 9
 
 
-def transformers_arguments(folder: Path) -> dict[str, str]:
-    """Extra arguments for `from_pretrained` if this model directory holds a GGUF file."""
-    return {"gguf_file": FILE_NAME} if (folder / FILE_NAME).is_file() else {}
+def holds_gguf(folder: Path) -> bool:
+    """Whether the weights of this model directory are a GGUF file."""
+    return (folder / FILE_NAME).is_file()
 
 
-class Format(NamedTuple):
+class GgmlType(NamedTuple):
     """A GGML type: each row is a sequence of blocks of numbers."""
 
     name: str
@@ -41,7 +41,7 @@ class Format(NamedTuple):
         return int(kind.lstrip("BFQ"))
 
 
-class UnknownFormatError(ValueError):
+class UnknownTypeError(ValueError):
     """There is no reader for a tensor's type."""
 
 
@@ -91,15 +91,15 @@ def _q6_k(blocks: Tensor) -> Codes:  # 128 bytes of 4 bits, 64 of 2 bits, 16 int
     return Codes(codes.flatten(1), scales.flatten(1))
 
 
-FORMATS = {
-    0: Format("F32", 1, 4, Layout.PLAIN, _plain(torch.float32)),
-    1: Format("F16", 1, 2, Layout.PLAIN, _plain(torch.float16)),
-    2: Format("Q4_0", 32, 18, Layout.FOUR_HALF, _q4_0),
-    3: Format("Q4_1", 32, 20, Layout.FOUR_HALF, _q4_1),
-    8: Format("Q8_0", 32, 34, Layout.EIGHT_HALF, _q8_0),
-    12: Format("Q4_K", 256, 144, Layout.FOUR_FLOAT, _q4_k),
-    14: Format("Q6_K", 256, 210, Layout.EIGHT_FLOAT, _q6_k),
-    30: Format("BF16", 1, 2, Layout.PLAIN, _plain(torch.bfloat16)),
+GGML_TYPES = {
+    0: GgmlType("F32", 1, 4, Layout.PLAIN, _plain(torch.float32)),
+    1: GgmlType("F16", 1, 2, Layout.PLAIN, _plain(torch.float16)),
+    2: GgmlType("Q4_0", 32, 18, Layout.FOUR_HALF, _q4_0),
+    3: GgmlType("Q4_1", 32, 20, Layout.FOUR_HALF, _q4_1),
+    8: GgmlType("Q8_0", 32, 34, Layout.EIGHT_HALF, _q8_0),
+    12: GgmlType("Q4_K", 256, 144, Layout.FOUR_FLOAT, _q4_k),
+    14: GgmlType("Q6_K", 256, 210, Layout.EIGHT_FLOAT, _q6_k),
+    30: GgmlType("BF16", 1, 2, Layout.PLAIN, _plain(torch.bfloat16)),
 }
 
 
@@ -121,34 +121,28 @@ class GgufFile:
         self._at = 0
         self.metadata: dict[str, Any] = {}
         self.raw_metadata: dict[str, bytes] = {}  # each with its key, as it is written in the file
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, Entry] = {}  # by the names of tensors
         try:
             self._read_header()
         except (struct.error, KeyError, UnicodeDecodeError, OverflowError, MemoryError) as error:
             raise ValueError(f"{path.name} is a broken GGUF file: {error!r}") from None
 
     @property
-    def names(self) -> list[str]:
-        return list(self.entries)
-
-    @property
     def data(self) -> memoryview:
         """All tensors, as they are stored."""
         return memoryview(self._bytes)[min(self._start, len(self._bytes)) :]
 
-    def format_of(self, name: str) -> Format:
+    def format_of(self, name: str) -> GgmlType:
         """Raises UnknownFormatError naming the type."""
         type_id = self.entries[name].type_id
-        if type_id not in FORMATS:
+        if type_id not in GGML_TYPES:
             from gguf import GGMLQuantizationType  # which the engine otherwise does without
 
             names = {each.value: each.name for each in GGMLQuantizationType}
             type_name = names.get(type_id, f"type {type_id}")
-            known = ", ".join(format_.name for format_ in FORMATS.values())
-            raise UnknownFormatError(
-                f"{name} is {type_name}, which is not implemented ({known} are)"
-            )
-        return FORMATS[type_id]
+            known = ", ".join(format_.name for format_ in GGML_TYPES.values())
+            raise UnknownTypeError(f"{name} is {type_name}, which is not implemented ({known} are)")
+        return GGML_TYPES[type_id]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         return self.entries[name].shape

@@ -31,7 +31,7 @@ from .families import FAMILIES, why_unknown
 from .formats import refused_format, take_format
 from .formats.fp8 import rounding
 from .gguf_checkpoint import open_checkpoint
-from .gguf_file import transformers_arguments
+from .gguf_file import holds_gguf
 from .hugging_face import HuggingFaceModel
 from .network import Network
 from .proof import CHECKED_LENGTHS, Original, why_different
@@ -174,7 +174,7 @@ class _Loader:
             original = Original(
                 family.compared(of_share), self.dtype, self.device, family.last_norm
             )
-            if rounds and transformers_arguments(folder):
+            if rounds and holds_gguf(folder):
                 return None, "it is a GGUF file, whose weights are rounded already"
             read = quantised[1] if quantised else None
             if rounds and self.is_draft:  # its layers are small: rounding inputs costs too much

@@ -233,16 +233,16 @@ class Network(PagedLayers):
         """
         self._slots = slots
         self.bind_states(slots.num_states, slots.max_drafts)
-        self._phase.drop()
+        self.phase.drop()
 
     @functools.cached_property
-    def _phase(self) -> Phase[Pass]:
+    def phase(self) -> Phase[Pass]:
         return Phase(self.run, self.device)
 
     @property
     def captured(self) -> dict[Shape, Captured[Pass]]:
         """The captured passes by (sequences, rows, logits), the largest first."""
-        return self._phase.captured
+        return self.phase.captured
 
     def capture(
         self,
@@ -258,8 +258,7 @@ class Network(PagedLayers):
         be bound.
 
         Every row gets logits, or one row a sequence. Returns where the logits of all shapes begin,
-        as long as the most of them; if the model computes them outside its output layer, the logits
-        of the largest shape. What there is no memory for is not captured. Raises
+        as long as the most of them. What there is no memory for is not captured. Raises
         UnsupportedModelError if the model's own code waits for the GPU.
         """
         shapes = captured_shapes(
@@ -277,7 +276,7 @@ class Network(PagedLayers):
             empty = HostBatch.build(NONE_NP, NONE_NP, NONE_NP, NONE_NP)
             packed = empty.packed(shape[0], self._slots.dummy)
             try:
-                self._phase.capture(packed, shape)
+                self.phase.capture(packed, shape)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as reason:
@@ -285,10 +284,10 @@ class Network(PagedLayers):
                     f"{self.name} in {self.dtype} cannot be captured as a CUDA "
                     f"graph ({reason}); run it with engine.enforce_eager, or in another dtype"
                 ) from reason
-        largest = next(iter(self.captured.values()), None)
-        if largest is None or place.data_ptr() == largest.output.logits.data_ptr():
-            return place
-        return largest.output.logits
+        for captured in self.captured.values():
+            logits = captured.output.logits
+            assert logits.data_ptr() == place.data_ptr(), "graphs that read logits read them there"
+        return place
 
     def rehearse(self, num_rows: int, num_logits: int) -> Pass:
         """Run a pass of dummy sequences, as long as they can be."""
@@ -302,14 +301,14 @@ class Network(PagedLayers):
 
     def forward(self, batch: HostBatch) -> Pass:
         """Compute the batch's rows, and store their KV in the pages."""
-        shape = self._phase.padded(batch.shape)
-        computed = self._phase(batch.packed(shape[0], self._slots.dummy), shape)
+        shape = self.phase.padded(batch.shape)
+        computed = self.phase(batch.packed(shape[0], self._slots.dummy), shape)
         _, _, num_logits = batch.shape
         return computed._replace(logits=computed.logits[:num_logits], shape=shape)
 
     def padded(self, num_seqs: int, num_rows: int) -> tuple[int, int]:
         """The sequences and rows that are computed for so many, if every row has logits."""
-        size, rows, _ = self._phase.padded((num_seqs, num_rows, num_rows))
+        size, rows, _ = self.phase.padded((num_seqs, num_rows, num_rows))
         return size, rows
 
     def run(self, packed: Tensor, shape: Shape) -> Pass:

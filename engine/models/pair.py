@@ -67,24 +67,23 @@ def load_shares(
     draft = config.loaded_draft
     if draft is None or draft.tensor_parallel == 1:
         return [target]
-    return [target, _load_draft_model(config, draft, report, rank)]
+    return [target, _load_draft_model(draft, target, report, rank)]
 
 
 def _load_draft_model(
-    config: EngineConfig, draft: ModelConfig, report: ReportProgress, rank: int = 0
+    draft: ModelConfig, target: Network, report: ReportProgress, rank: int = 0
 ) -> Network:
     if (window := draft.attention_window) is not None:
         raise ConfigError(
             f"draft.attention_window is {window}, but {draft.path} is a model, not a head: leave "
             "it out"
         )
-    device = torch.device(config.device)
     network = load_network(
         draft,
-        device,
+        target.device,
         partial(report, "loading the draft"),
         is_draft=True,
-        cache_dtype=_cache_dtype(config, device),
+        cache_dtype=target.cache_dtype,
         share=Share(rank, draft.tensor_parallel),
     )
     network.may_fall_behind = True
@@ -114,7 +113,7 @@ class ModelPair:
             self.head = load_head(draft, self.target, config.target.path, report_head)
             _check_num_drafts(self.head, config)
         elif draft is not None and self.draft is None:
-            self.draft = _load_draft_model(config, draft, report)
+            self.draft = _load_draft_model(draft, self.target, report)
         roles = {"target": self.target, "draft": self.draft, "head": self.head}
         layers_of: dict[str, PagedLayers] = {
             role: layers for role, layers in roles.items() if layers is not None

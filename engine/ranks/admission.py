@@ -10,7 +10,7 @@ from ..config import ConfigError, EngineConfig, ModelConfig
 from ..models.architectures import load_config
 from ..models.families import FAMILIES, why_unknown
 from ..models.formats import take_format
-from ..models.gguf_file import transformers_arguments
+from ..models.gguf_file import holds_gguf
 from ..models.heads.config import is_head
 
 _LEAST_EQUAL = 0.95  # memory of the smallest GPU by that of the largest
@@ -72,7 +72,7 @@ def _why_not_these_gpus(size: int, device: torch.device) -> str | None:
 
 def _why_not_shared(model: ModelConfig, role: Literal["target", "draft"], alone: str) -> str | None:
     """`alone`: what to do instead."""
-    if transformers_arguments(Path(model.path)):
+    if holds_gguf(Path(model.path)):
         return f"the {role} is a GGUF file, which is read whole: {alone}"
     if not (Path(model.path) / "config.json").is_file():
         return None  # whoever reads it says so

@@ -28,7 +28,7 @@ from ..models.network import Pass
 from ..models.parts.experts import ExpertWeights
 from ..models.weights import Fused, Layer, Matrix, Weight
 from ..state.phase import Phase, Shape
-from .group import Group
+from .group import RankGroup
 from .wire import Op
 
 Send = Callable[[Op, Shape, np.ndarray], None]
@@ -43,7 +43,7 @@ class SharedDecoder(Decoder):
     def __init__(
         self,
         decoder: Decoder,
-        group: Group,
+        group: RankGroup,
         send: Send | None = None,
         cause_of: CauseOf = lambda error: error,
     ) -> None:
@@ -71,12 +71,8 @@ class SharedDecoder(Decoder):
             self._send(Op.COPY_STATES, (), np.array(copies))
         super().copy_states(copies)
 
-    @property
-    def phase(self) -> Phase[Pass]:
-        return self._phase
-
     @functools.cached_property
-    def _phase(self) -> Phase[Pass]:
+    def phase(self) -> Phase[Pass]:
         if self._send is None:
             return Phase(self.run, self.device, needs_all_graphs=True)
         return FollowedPhase(self.run, self.device, self._group, self._send, self._cause_of)
@@ -108,7 +104,7 @@ class FollowedPhase(Phase[Pass]):
         self,
         body: Callable[[Tensor, Shape], Pass],
         device: torch.device,
-        group: Group,
+        group: RankGroup,
         send: Send,
         cause_of: CauseOf,
     ) -> None:
@@ -134,7 +130,7 @@ class FollowedPhase(Phase[Pass]):
 class SummedOverRanks(Matrix):
     """A matrix of which each rank has a range of inputs, so that its products are parts of sums."""
 
-    def __init__(self, weight: Matrix, group: Group) -> None:
+    def __init__(self, weight: Matrix, group: RankGroup) -> None:
         self._weight, self._group = weight, group
         self.shape, self.num_bytes = weight.shape, weight.num_bytes
         self.format, self.input_eps = weight.format, weight.input_eps
@@ -164,7 +160,7 @@ class ExpertsOverRanks(ExpertWeights):
     of them in one sum.
     """
 
-    def __init__(self, weight: ExpertWeights, group: Group) -> None:
+    def __init__(self, weight: ExpertWeights, group: RankGroup) -> None:
         self._weight, self._group = weight, group
         self.shape, self.num_bytes = weight.shape, weight.num_bytes
         self.format, self.input_eps = weight.format, weight.input_eps

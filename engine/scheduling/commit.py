@@ -19,7 +19,7 @@ class Committer:
     that was preempted after its launch is void: it is skipped.
     """
 
-    def __init__(self, sequences: Sequences, *, is_learning: bool = False) -> None:
+    def __init__(self, sequences: Sequences, *, is_learning: bool) -> None:
         """`is_learning`: the sequences are dummies, whose drafts need not be good."""
         self._sequences = sequences
         self._memory, self._stats = sequences.memory, sequences.stats

@@ -24,7 +24,7 @@ from outrider.engine.api import MAX_LOGPROBS
 
 from ..config.server_settings import (
     MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
     MAX_PROMPTS,
     MAX_STOP_STRINGS,
 )
@@ -98,12 +98,12 @@ LogprobTokenIds = TypeAliasType(
 TokenIdLists = TypeAliasType(
     "TokenIdLists", Annotated[list[TokenIds], FailFast(), Field(max_length=MAX_PROMPTS)]
 )
-StopStrings = TypeAliasType(
-    "StopStrings", Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOP_STRINGS)]
+StopStringList = TypeAliasType(
+    "StopStringList", Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOP_STRINGS)]
 )
 # By the kind that it has, so that what is wrong is reported once, not once a kind.
 Stop = Annotated[
-    Annotated[StopString, Tag("<text>")] | Annotated[StopStrings, Tag("<texts>")],
+    Annotated[StopString, Tag("<text>")] | Annotated[StopStringList, Tag("<texts>")],
     Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
 ]
 
@@ -119,13 +119,13 @@ LogitBias = TypeAliasType(
         dict[Annotated[int, BeforeValidator(_token_key), Field(ge=0)], float],
         FailFast(),
         Field(
-            max_length=MAX_LOGIT_BIAS,
+            max_length=MAX_LOGIT_BIASES,
             json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
         ),
     ],
 )
-BadWords = TypeAliasType(
-    "BadWords",
+BadWordList = TypeAliasType(
+    "BadWordList",
     Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
         FailFast(),

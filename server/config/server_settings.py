@@ -12,7 +12,7 @@ from outrider.engine.api import MAX_LOGPROBS
 MAX_PROMPTS = 65_536
 MAX_STOP_STRINGS = 256
 MAX_STOP_TOKEN_IDS = 1024
-MAX_LOGIT_BIAS = 2**17
+MAX_LOGIT_BIASES = 2**17
 MAX_BAD_WORDS = 1024
 ANY_NAME = "*"  # as a served_model_name
 
@@ -40,11 +40,11 @@ def _one_or_several(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-class Section(BaseModel):
+class SettingsSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class ServerSettings(Section):
+class ServerSettings(SettingsSection):
     """The HTTP front end."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
@@ -247,7 +247,7 @@ class ServerSettings(Section):
         default=128, ge=0, le=MAX_STOP_TOKEN_IDS, description="Maximum stop_token_ids per request."
     )
     max_logit_bias: int = Field(
-        default=1024, ge=0, le=MAX_LOGIT_BIAS, description="Maximum tokens in logit_bias."
+        default=1024, ge=0, le=MAX_LOGIT_BIASES, description="Maximum tokens in logit_bias."
     )
     max_bad_words: int = Field(
         default=128, ge=0, le=MAX_BAD_WORDS, description="Maximum bad_words per request."

@@ -8,23 +8,21 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from outrider.engine.api import SourceName
 
-from .server_settings import ANY_NAME, Section, ServerSettings
+from .server_settings import ANY_NAME, ServerSettings, SettingsSection
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DEFAULT_DRAFT = "smollm2-135m-instruct-draft"
 DEFAULT_K = 4  # drafts in a step, at most, unless the draft says otherwise
 MTP = "mtp"  # as a draft: the MTP head in the target's own checkpoint
 
-Proposer = Literal[
-    "auto", "none", "prediction", "grammar", "suffix", "ngram", "draft_model", "head"
-]
+ProposerName = Literal["auto", "none", SourceName, "ngram", "head"]
 ALSO_CALLED: dict[str, SourceName] = {"ngram": "suffix", "head": "draft_model"}
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["fp8"]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 
 
-class _ModelSettings(Section):
+class _ModelSettings(SettingsSection):
     model: str | None = Field(default=None, min_length=1)  # described below, for each role
     revision: str | None = Field(
         default=None,
@@ -120,10 +118,10 @@ class DraftSettings(_ModelSettings):
     )
 
 
-class SpeculationSettings(Section):
+class SpeculationSettings(SettingsSection):
     """What drafts, and how many tokens."""
 
-    proposer: tuple[Proposer, ...] = Field(
+    proposer: tuple[ProposerName, ...] = Field(
         default=("auto",),
         description="The sources of drafts; of each request in each step, the one that is expected "
         "to do best drafts. prediction: what clients predict; grammar: tokens of which a request's "
@@ -189,7 +187,7 @@ class SpeculationSettings(Section):
         return tuple(name for name in get_args(SourceName) if name in self.proposer)
 
 
-class CacheSettings(Section):
+class CacheSettings(SettingsSection):
     """The paged KV cache."""
 
     page_size_tokens: int = Field(default=16, ge=1, le=1024, description="Tokens per page.")
@@ -243,7 +241,7 @@ class CacheSettings(Section):
     )
 
 
-class SchedulerSettings(Section):
+class SchedulerSettings(SettingsSection):
     """Which sequences run, and how much of them in one step."""
 
     max_num_seqs: int | None = Field(
@@ -271,7 +269,7 @@ class SchedulerSettings(Section):
     )
 
 
-class EngineSettings(Section):
+class EngineSettings(SettingsSection):
     """The engine process."""
 
     max_model_len: int | None = Field(
@@ -323,7 +321,7 @@ def looks_like_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".gguf")
 
 
-class Settings(Section):
+class Settings(SettingsSection):
     """All settings; `SECTION.KEY` in the file, `--set` and `OUTRIDER_SECTION__KEY` alike."""
 
     server: ServerSettings = ServerSettings()

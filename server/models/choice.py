@@ -64,7 +64,7 @@ def count_parameters(directory: Path) -> int:
         from outrider.engine.models.gguf_file import GgufFile  # imports torch: seconds
 
         gguf = GgufFile(path)
-        count += sum(math.prod(gguf.shape_of(name)) for name in gguf.names)
+        count += sum(math.prod(gguf.shape_of(name)) for name in gguf.entries)
     packed = {"I32": 32 // _packed_bits(directory), _PAIR: 2}
     if not any(directory.glob("*.safetensors")):
         return count

@@ -71,7 +71,7 @@ def gguf_to_directory(source: Path, folder: Path, report: ReportProgress) -> Non
     from transformers import AutoTokenizer
 
     from outrider.engine.models.gguf_checkpoint import why_misread, why_unpacked
-    from outrider.engine.models.gguf_file import FILE_NAME, GgufFile, UnknownFormatError
+    from outrider.engine.models.gguf_file import FILE_NAME, GgufFile, UnknownTypeError
 
     from .gguf_parts import join, open_whole
     from .gguf_rope import ROPE_FACTORS, llama3_rope
@@ -99,7 +99,7 @@ def gguf_to_directory(source: Path, folder: Path, report: ReportProgress) -> Non
         )
         try:
             reason = why_unpacked(file)
-        except UnknownFormatError as error:
+        except UnknownTypeError as error:
             reason = str(error)
         if reason is None:
             _keep_file(held, file, rope)
@@ -121,7 +121,7 @@ def _warn_of_later_layers(source: Path, file: "GgufFile") -> None:
     from outrider.engine.models.unread import layer_of, warn_of_unread
 
     num_layers = file.metadata[f"{file.metadata['general.architecture']}.block_count"]
-    later = [name for name in file.names if layer_of(name) >= num_layers]
+    later = [name for name in file.entries if layer_of(name) >= num_layers]
     warn_of_unread(str(source), later, SimpleNamespace(num_hidden_layers=num_layers))
 
 

@@ -29,7 +29,7 @@ def open_whole(paths: Sequence[Path]) -> list[GgufFile]:
             )
         for name in _cut_short(file):
             raise ValueError(f"{path.name} is cut short: it ends before the end of {name}")
-        for name in file.names:
+        for name in file.entries:
             if name in seen:
                 raise ValueError(f"{name} is in {seen[name].name} and in {path.name}")
             seen[name] = path

@@ -14,7 +14,7 @@ _STRETCHES = (8.0, 32.0)  # of Llama 3.1 and 3.3, and of Llama 3.2
 
 def llama3_rope(file: GgufFile) -> dict[str, Any] | None:
     """The RoPE parameters of a Llama that give the file's factors; None if no published ones do."""
-    if file.metadata.get("general.architecture") != "llama" or ROPE_FACTORS not in file.names:
+    if file.metadata.get("general.architecture") != "llama" or ROPE_FACTORS not in file.entries:
         return None
     (factors,) = file.read(ROPE_FACTORS).dequantised()
     parameters = {

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from from_pretrained import transformers_arguments
 from running_server import RunningServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.engine.api import ignore_progress
-from outrider.engine.models.gguf_file import transformers_arguments
 from outrider.server.config.settings import DEFAULT_TARGET
 from outrider.server.models.builtin import BUILTINS, obtain
 

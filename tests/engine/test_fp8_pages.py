@@ -1,6 +1,7 @@
 """Keys and values in FP8: half the bytes, and the answers of a model that rounds them."""
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from verification import HAS_KERNELS
 
+from outrider.engine.api import ignore_progress
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models import pair
@@ -134,7 +136,7 @@ def test_what_is_not_served_is_refused(dtype: str, reason: str, tiny_model: Tiny
 
 
 @pytest.mark.parametrize(
-    ("file", "told", "is_rounded"),
+    ("file", "stated", "is_rounded"),
     [
         ("config.json", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, True),
         ("config.json", {"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, False),
@@ -144,14 +146,14 @@ def test_what_is_not_served_is_refused(dtype: str, reason: str, tiny_model: Tiny
     ],
 )
 def test_a_checkpoint_may_say_so(
-    file: str, told: dict[str, Any], is_rounded: bool, tmp_path: Path,
+    file: str, stated: dict[str, Any], is_rounded: bool, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     given: dict[str, Any] = {"config.json": {"text_config": {}}}
     if file == "config.json":
-        given[file] = {"text_config": {"quantization_config": told}}
+        given[file] = {"text_config": {"quantization_config": stated}}
     else:
-        given[file] = {"quantization": {"quant_algo": "NVFP4", **told}}
+        given[file] = {"quantization": {"quant_algo": "NVFP4", **stated}}
     for name, content in given.items():
         (tmp_path / name).write_text(json.dumps(content))
     config = engine_config(tmp_path, k=0)
@@ -162,6 +164,16 @@ def test_a_checkpoint_may_say_so(
         cpu = torch.device("cpu")
         found += [pair._cache_dtype(modes[name], cpu) for name in ("auto", "model")]
     assert found == [torch.float8_e4m3fn if is_rounded else None, None, None, None]
+
+
+def test_why_a_cache_is_not_in_fp8_is_logged_once_for_target_and_draft(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pair, "rounds_cache", lambda folder: True)
+    monkeypatch.setattr(pair, "uses_triton", lambda tensor: False)
+    caplog.set_level(logging.INFO)
+    pair.ModelPair(engine_config(tiny_model(), tiny_model(seed=1), k=2), ignore_progress)
+    assert caplog.text.count("keeps keys and values in FP8; here") == 1
 
 
 @pytest.mark.gpu

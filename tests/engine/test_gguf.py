@@ -25,7 +25,7 @@ from outrider.engine.models import gguf_checkpoint, weights
 from outrider.engine.models.compiled_decoder import CompiledDecoder
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.gguf_checkpoint import GgufCheckpoint, why_unpacked
-from outrider.engine.models.gguf_file import FORMATS, GgufFile, UnknownFormatError
+from outrider.engine.models.gguf_file import GGML_TYPES, GgufFile, UnknownTypeError
 from outrider.engine.models.loading import load_network
 from outrider.kernels.cpu import layers
 from outrider.kernels.cpu.layers import compiled
@@ -59,7 +59,7 @@ def original(folder: Path) -> Any:
 
 @pytest.mark.parametrize("type_", [*QUANTISED, Type.F16, Type.BF16, Type.F32])
 def test_every_format_means_what_ggml_says(type_: Type, tmp_path: Path) -> None:
-    assert FORMATS[int(type_)].name == type_.name
+    assert GGML_TYPES[int(type_)].name == type_.name
     data = encoded(type_, np.random.default_rng(1).normal(0, 1, (6, 512)).astype(np.float32))
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_array("several", [["a", "b"], ["c", "d"]])
@@ -78,7 +78,7 @@ def test_every_format_means_what_ggml_says(type_: Type, tmp_path: Path) -> None:
 
 def test_a_format_that_has_no_reader_is_named(tmp_path: Path) -> None:
     file = GgufFile(write_llama(tmp_path / "m.gguf", Type.Q5_0, Type.Q8_0))
-    with pytest.raises(UnknownFormatError, match=r"blk\.0\.attn_q\.weight is Q5_0, .*Q4_K"):
+    with pytest.raises(UnknownTypeError, match=r"blk\.0\.attn_q\.weight is Q5_0, .*Q4_K"):
         why_unpacked(file)
 
 
@@ -92,7 +92,7 @@ def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
     path.write_bytes(whole[:-100])
     file = GgufFile(path)
     with pytest.raises(ValueError, match="does not fit"):
-        [file.read(name) for name in file.names]
+        [file.read(name) for name in file.entries]
 
 
 def test_a_layer_of_another_width_is_reported(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_the_format_of_most_numbers_is_shown(directory: Callable[[Type, Type], P
         folder = directory(of_layers, of_embedding)
         network = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
         assert network.weight_formats == f"{bits}-bit GGUF, CPU kernels"
-    bits = {each.name: each.bits for each in FORMATS.values()}
+    bits = {each.name: each.bits for each in GGML_TYPES.values()}
     assert (bits["F32"], bits["F16"], bits["BF16"], bits["Q4_1"]) == (32, 16, 16, 4)
 
 
@@ -188,11 +188,11 @@ def test_an_output_layer_of_its_own_is_used_whatever_the_config_says(tmp_path: P
 @needs_layers
 def test_a_tied_embedding_counts_once_as_it_loads(directory: Callable[[Type, Type], Path]) -> None:
     folder = directory(Type.Q4_1, Type.Q8_0)
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     config = ModelConfig(path=str(folder), dtype="float32")
-    load_network(config, DEVICE, lambda *counts: told.append(counts))
+    load_network(config, DEVICE, lambda *counts: reported.append(counts))
     total = 2 * 9 + 2  # of two layers; the embeddings and the last norm
-    assert told == [(0, 0), *((done, total) for done in range(1, total + 1))]
+    assert reported == [(0, 0), *((done, total) for done in range(1, total + 1))]
 
 
 @needs_layers
@@ -274,12 +274,12 @@ def test_answers_are_equal_to_the_bit_in_any_company(
     given = prompts((3, 15, 70, 33), VOCAB)
 
     def engine(k: int, **settings: int) -> Engine:
-        told = {"page_size": 16, "num_pages": 128, "max_num_batched_tokens": 512, **settings}
+        reported = {"page_size": 16, "num_pages": 128, "max_num_batched_tokens": 512, **settings}
         models = {
             "target": ModelConfig(path=str(folder), dtype=dtype),
             "draft": ModelConfig(path=str(folder)),
         }
-        return Engine(replace(engine_config(folder, folder, k=k, **told), **models))
+        return Engine(replace(engine_config(folder, folder, k=k, **reported), **models))
 
     alone = engine(0)
     truth = [answer(run(alone, [prompt], params)[0]) for prompt in given]

@@ -181,8 +181,8 @@ def test_parts_that_stay_as_they_are_become_one_file(tmp_path: Path, folder: Pat
     gguf_to_directory(first, folder, ignore_progress)
     file = GgufFile(folder / FILE_NAME)
     assert file.metadata == whole.metadata
-    assert file.names == whole.names
-    for name in whole.names:
+    assert [*file.entries] == [*whole.entries]
+    for name in whole.entries:
         assert torch.equal(file.read(name).dequantised(), whole.read(name).dequantised())
 
 
@@ -201,11 +201,11 @@ def test_a_gguf_file_of_experts_stays_as_it_is(
     gguf_to_directory(made / FILE_NAME, folder, ignore_progress)
     assert not [*folder.glob("*.safetensors")]
     got, expected = load_config(folder), load_config(plain)
-    told = (
+    reported = (
         "head_dim", "layer_types", "model_type", "moe_intermediate_size", "norm_topk_prob",
         "num_experts", "num_experts_per_tok", "num_hidden_layers", "tie_word_embeddings",
     )  # fmt: skip
-    for name in told:
+    for name in reported:
         assert getattr(got, name, None) == getattr(expected, name, None), name
     assert AutoTokenizer.from_pretrained(folder).tokenize("ab 1") == ["ab", "Ġ", "1"]
     network = load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE)
@@ -264,8 +264,10 @@ def test_a_gguf_file_that_lacks_a_tensor_is_refused_by_name(
         tmp_path / "m.gguf", architecture=architecture, type_=type_, without=[missing]
     )
     name = {"blk.1.ffn_up": "layers.1.mlp.up_proj", "blk.0.attn_q_norm": "layers.0.self_attn.q_n"}
-    told = missing if type_ is Type.Q8_0 else name[missing.removesuffix(".weight")]
-    with pytest.raises(ModelError, match=rf"cannot convert .*lacks? .*{re.escape(told)}.* again"):
+    reported = missing if type_ is Type.Q8_0 else name[missing.removesuffix(".weight")]
+    with pytest.raises(
+        ModelError, match=rf"cannot convert .*lacks? .*{re.escape(reported)}.* again"
+    ):
         gguf_to_directory(source, folder, ignore_progress)
 
 
@@ -275,9 +277,9 @@ def test_layers_beyond_those_that_a_gguf_file_counts_are_named(
     """Of a file that stays as it is, the engine names them."""
     source = write_tiny_gguf(tmp_path / "m.gguf", tensors={"blk.2.attn_norm.weight": np.ones(32)})
     gguf_to_directory(source, folder, ignore_progress)
-    (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "1 of its tensors are of layers 2 to 2, and its config counts 2; they" in told
-    assert told.endswith("blk.2.attn_norm.weight")
+    (reported,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "1 of its tensors are of layers 2 to 2, and its config counts 2; they" in reported
+    assert reported.endswith("blk.2.attn_norm.weight")
 
 
 def test_numbers_keep_the_precision_in_which_most_of_them_are(tmp_path: Path, folder: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import regex
 import torch
+from from_pretrained import transformers_arguments
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.engine.models.gguf_file import transformers_arguments
 from outrider.server.config.settings_loader import load_settings
 from outrider.server.models.pair import Pair, prepare_pair
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from from_pretrained import transformers_arguments
 from tiny_server import serving
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.models.gguf_file import transformers_arguments
 from outrider.server.text.tokenizer import Tokenizer
 
 
@@ -66,5 +66,5 @@ def test_an_echo_scores_its_prompt_as_the_model_does(
     scored = zip(prompt[1:], expected, own[1:], top[1:], strict=False)
     for token_id, row, logprob, alternatives in scored:
         assert logprob == pytest.approx(row[token_id].item(), abs=1e-4)
-        # How evaluation clients tell a greedy token.
+        # How evaluation clients recognise a greedy token.
         assert (logprob == max(alternatives.values())) == (int(row.argmax()) == token_id)

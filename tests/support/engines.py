@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from from_pretrained import transformers_arguments
 from tiny_models import DEVICE
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +23,6 @@ from outrider.engine.config import (
     SpeculationConfig,
 )
 from outrider.engine.engine import Engine
-from outrider.engine.models.gguf_file import transformers_arguments
 from outrider.engine.models.heads.config import MTP_HEADS
 from outrider.engine.proposers.lookup import Lookup, Pauses
 

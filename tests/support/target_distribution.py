@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 from engines import run, tokens, without_pauses
+from from_pretrained import transformers_arguments
 from logits_processors import FavourParity
 from tiny_models import DEVICE
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.engine.api import SamplingParams
 from outrider.engine.engine import Engine
-from outrider.engine.models.gguf_file import transformers_arguments
 
 Sequence = tuple[int, ...]
 DEAD_END = -1  # stands at the end of an output that no token may follow

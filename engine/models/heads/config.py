@@ -333,7 +333,7 @@ def mtp_names(folder: Path) -> MtpNames:
         if gguf.is_file():
             from ..gguf_file import GgufFile  # imports torch: seconds
 
-            has_head = any(each.endswith(_GGUF_PROJECTION) for each in GgufFile(gguf).names)
+            has_head = any(each.endswith(_GGUF_PROJECTION) for each in GgufFile(gguf).entries)
             names = {name} if has_head else set()
         else:
             names = set(map(name_in_text, stored_tensors(folder)))

@@ -1,0 +1,10 @@
+"""What transformers' `from_pretrained` must be given for model directories of ours."""
+
+from pathlib import Path
+
+from outrider.engine.models.gguf_file import FILE_NAME, holds_gguf
+
+
+def transformers_arguments(folder: Path) -> dict[str, str]:
+    """Besides the directory, if it holds a GGUF file."""
+    return {"gguf_file": FILE_NAME} if holds_gguf(folder) else {}
