@@ -4,7 +4,7 @@
 
 Of these processes alone, so that other work on the machine counts little; the engine is another
 process. A request's cost is that of answers of one token; a further token's that of long answers,
-less their requests', at one token a step. With several workers, a row tells of them all together,
+less their requests', at one token a step. With several workers, a row has them all together,
 and one of the process that stands between them and the engine.
 """
 

@@ -53,8 +53,8 @@ def run(engine: Engine, asks: Sequence[Ask]) -> list[Answer]:
         for output in engine.step():
             if output.error is not None:
                 raise RuntimeError(output.error)
-            for token_id, told in zip(output.token_ids, output.logprobs or (), strict=False):
-                answers[int(output.request_id)].append((token_id, told.logprob, tuple(told.top)))
+            for token_id, entry in zip(output.token_ids, output.logprobs or (), strict=False):
+                answers[int(output.request_id)].append((token_id, entry.logprob, tuple(entry.top)))
     return answers
 
 

@@ -4,7 +4,7 @@
 
 One stream. Each prompt goes to evaluate's engine and to the server over HTTP within seconds, the
 one first and then the other; exit status 1 if their tokens a second are more than 5% apart. With
-`--beside` all of it stands next to a process that keeps one core busy, whose own pace is told too.
+`--beside` all of it stands next to a process that keeps one core busy, whose own pace is shown too.
 """
 
 import argparse
@@ -73,7 +73,7 @@ async def in_turn(
     server: Serving, config: EngineConfig, prompts: list[list[int]], args: argparse.Namespace
 ) -> dict[tuple[str, str], float]:
     """Tokens a second by way and k."""
-    ks = {told: None if told == "own" else int(told) for told in args.k}
+    ks = {named: None if named == "own" else int(named) for named in args.k}
     counts: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
     engine = ProcessEngine(config)
     await engine.start()
@@ -81,7 +81,7 @@ async def in_turn(
         url = f"http://{server.host}:{server.port}"
         async with httpx.AsyncClient(base_url=url, timeout=300) as client:
             for i, prompt in enumerate([prompts[0], *prompts]):
-                for told, k in ks.items():
+                for named, k in ks.items():
                     params = SamplingParams(
                         max_tokens=args.max_tokens,
                         temperature=args.temperature,
@@ -97,8 +97,8 @@ async def in_turn(
                             tally = await run(engine, prompt, params)
                             tokens, seconds = tally.num_tokens, tally.seconds
                         if i > 0:  # the first is warm-up
-                            counts[way, told][0] += tokens
-                            counts[way, told][1] += seconds
+                            counts[way, named][0] += tokens
+                            counts[way, named][1] += seconds
     finally:
         await engine.stop()
     return {key: tokens / seconds for key, (tokens, seconds) in counts.items()}
@@ -144,11 +144,11 @@ def main() -> int:
             rates = asyncio.run(in_turn(server, config, prompts, args))
     table = Table("k", "evaluate, tokens/s", "server, tokens/s", "server / evaluate")
     agree = True
-    for told in args.k:
-        evaluate, server_rate = rates["evaluate", told], rates["server", told]
+    for named in args.k:
+        evaluate, server_rate = rates["evaluate", named], rates["server", named]
         ratio = server_rate / evaluate
         agree &= abs(ratio - 1) <= TOLERANCE
-        table.add_row(told, f"{evaluate:.1f}", f"{server_rate:.1f}", f"{ratio:.3f}")
+        table.add_row(named, f"{evaluate:.1f}", f"{server_rate:.1f}", f"{ratio:.3f}")
     console = Console()
     console.print(table)
     if args.beside:

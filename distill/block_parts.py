@@ -52,7 +52,7 @@ class Markov(nn.Module):
         return logits + cast(Tensor, self.markov_w2(self.markov_w1(previous)))
 
 
-class Selector(nn.Module):
+class SelectorModule(nn.Module):
     """Draws among a row's likeliest tokens, by logits_i[c] + sum of pre[x_{i-1}] (W h_i) suc[c]."""
 
     def __init__(self, vocab_size: int, width: int, rank: int, top_k: int) -> None:

@@ -32,11 +32,11 @@ from outrider.engine.models.families.base import window_of
 from outrider.engine.models.heads.config import HeadConfig, HeadError, head_kind
 from outrider.engine.models.heads.vocabulary import check_mask_token, ids_of_target
 
-from .block_parts import Confidence, Convolution, Markov, Selector
+from .block_parts import Confidence, Convolution, Markov, SelectorModule
 from .head import Drafted, HeadModule, config_to_keep, stored_head, tensors_of, write_head
 from .recipe import DistillError, Recipe
 
-KINDS = ("dflash", "dflash2", "dspark")
+TRAINED_KINDS = ("dflash", "dflash2", "dspark")
 _FC = "fc.weight"
 _EMBEDDING, _OUTPUT, _OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
 _INTEGERS = (_OFFSETS, "t2d")
@@ -70,9 +70,11 @@ class BlockModule(HeadModule):
         of_text = target.get_text_config()
         self._folder = folder
         with _named(folder):
-            if (kind := head_kind(folder)) not in KINDS:
+            if (kind := head_kind(folder)) not in TRAINED_KINDS:
                 found = "no head" if kind is None else f"a head of kind {kind}"
-                raise HeadError(f"it holds {found}; {', '.join(KINDS)} heads are trained further")
+                raise HeadError(
+                    f"it holds {found}; {', '.join(TRAINED_KINDS)} heads are trained further"
+                )
             config = HeadConfig.load(folder)
             assert config.block is not None
             config.check_vocabulary(of_text.vocab_size)
@@ -123,7 +125,9 @@ class BlockModule(HeadModule):
             rank = (stored.get("markov_head.markov_w1.weight") or (0,))[-1]
             self.markov_head = Markov(layers.vocab_size, rank, config.draft_vocab_size)
         if self._block.selector is not None:
-            self.candidate_selector = Selector(layers.vocab_size, width, *self._block.selector)
+            self.candidate_selector = SelectorModule(
+                layers.vocab_size, width, *self._block.selector
+            )
         name = "confidence_head.proj"
         self._has_confidence = self._block.has_confidence and f"{name}.weight" in stored
         if self._has_confidence:

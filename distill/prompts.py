@@ -84,7 +84,7 @@ TASKS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class ChatFrame:
     """The token ids of a conversation around the user's turn, and those that end a turn."""
 
     before: list[int]
@@ -102,7 +102,7 @@ def load_tokenizer(target: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def frame(tokenizer: Any, target: str) -> Frame:
+def frame(tokenizer: Any, target: str) -> ChatFrame:
     """The frame that the model's own chat template puts around one user turn."""
     try:
         ids = eos_token_ids(Path(target), load_config(target).get_text_config(), tokenizer)
@@ -112,14 +112,14 @@ def frame(tokenizer: Any, target: str) -> Frame:
         raise DistillError(f"neither the tokenizer nor a config of {target} has an eos")
     if tokenizer.chat_template is None:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else ids[0]
-        return Frame([start], None, ids)
+        return ChatFrame([start], None, ids)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
     )
     before, found, after = text.partition(_MARK)
     if not found:
         raise DistillError(f"the chat template of {target} does not show the user's words")
-    return Frame(encode(tokenizer, before), encode(tokenizer, after), ids)
+    return ChatFrame(encode(tokenizer, before), encode(tokenizer, after), ids)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -10,7 +10,7 @@ from .whole_file import whole_file
 
 # A model of its own, or a head that reads the target's states: a new one, the target's own, or one
 # that drafts whole blocks, which goes on from another.
-Kind = Literal["draft", "eagle3", "mtp", "dflash"]
+DraftKind = Literal["draft", "eagle3", "mtp", "dflash"]
 Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
 
 _OF_TEXT = (
@@ -45,14 +45,14 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class TrainingBudget:
     """How much to spend: seconds in all, or training tokens. One of the two is set."""
 
     seconds: float | None = None
     tokens: int | None = None
 
     @staticmethod
-    def parse(text: str) -> "Budget":
+    def parse(text: str) -> "TrainingBudget":
         """`90s`, `10m`, `2h`, or tokens: `500K`, `50M`, `1B`."""
         number, unit = text[:-1], text[-1:]
         try:
@@ -60,9 +60,9 @@ class Budget:
         except ValueError:
             amount = 0.0
         if amount > 0 and unit in _SECONDS:
-            return Budget(seconds=amount * _SECONDS[unit])
+            return TrainingBudget(seconds=amount * _SECONDS[unit])
         if amount > 0 and unit in _TOKENS:
-            return Budget(tokens=int(amount * _TOKENS[unit]))
+            return TrainingBudget(tokens=int(amount * _TOKENS[unit]))
         raise DistillError(
             f"budget is {text!r}; it is a time (90s, 10m, 2h) or training tokens (500K, 50M, 1B)"
         )
@@ -86,7 +86,7 @@ class Recipe:
 
     target: str  # a local model directory
     out: str
-    kind: Kind = "draft"
+    kind: DraftKind = "draft"
     size: str = "3x256"
     start: str | None = None  # directory of a draft or head to continue from; None: a new one
     budget: str = "10m"

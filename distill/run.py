@@ -24,7 +24,7 @@ from . import dflash, eagle3, mtp
 from .card import write_card
 from .draft import load_start
 from .prompts import frame, load_tokenizer, user_turns
-from .recipe import Budget, DistillError, Extent, Recipe, Size
+from .recipe import DistillError, Extent, Recipe, Size, TrainingBudget
 from .replicas import EXTENT_FILE, train_draft
 from .text import longest_conversation, text_folder
 from .train import HeldOut
@@ -44,7 +44,7 @@ def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
     """
     out = Path(recipe.out).absolute()
     work = out.with_name(f".{out.name}.distilling")
-    budget = Budget.parse(recipe.budget)
+    budget = TrainingBudget.parse(recipe.budget)
     Size.parse(recipe.size)
     _check(recipe, out)
     with _ended_as_by_ctrl_c(), _disk_errors_shown(out), _alone(work):

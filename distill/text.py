@@ -22,7 +22,7 @@ from outrider.engine.engine import Engine
 from .prompts import (
     OPENINGS,
     TASKS,
-    Frame,
+    ChatFrame,
     encode,
     frame,
     load_tokenizer,
@@ -49,7 +49,7 @@ class Conversation:
     num_prompt_tokens: int
 
 
-def longest_conversation(recipe: Recipe, frame: Frame) -> int:
+def longest_conversation(recipe: Recipe, frame: ChatFrame) -> int:
     """In tokens."""
     framing = len(frame.before) + len(frame.after or [])
     return framing + recipe.max_prompt_tokens + recipe.max_answer_tokens
@@ -61,7 +61,7 @@ class Writer:
     def __init__(self, recipe: Recipe, device: str, share_of_memory: float = 0.5) -> None:
         self._recipe = recipe
         self._tokenizer = load_tokenizer(recipe.target)
-        self._frame: Frame = frame(self._tokenizer, recipe.target)
+        self._frame: ChatFrame = frame(self._tokenizer, recipe.target)
         self._turns = (tuple(user_turns(recipe.prompts)),) if recipe.prompts else None
         num_seqs = recipe.conversations_per_shard
         self._engine = Engine(

@@ -11,7 +11,7 @@ from .config import ConfigError, EngineConfig
 from .gpu_memory import GIB, OutOfDeviceMemoryError, begin_measuring, left_bytes, measured_bytes
 from .host_memory import available_bytes
 from .memory.host_tier import PageCopies
-from .models.host_pages import host_pages as allocated
+from .models.host_pages import host_pages
 from .ranks.wire import Op
 from .worker import Worker
 
@@ -60,14 +60,14 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
 def largest_step_bytes(worker: Worker, config: EngineConfig) -> int:
     """Temporary memory of the largest step that can be scheduled, measured by running it."""
     begin_measuring(worker.device)
-    worker.tell_ranks(Op.MEASURE)
+    worker.send_to_ranks(Op.MEASURE)
     with naming_what_to_lower(config):
         worker.rehearse()
-    worker.tell_ranks(Op.MEASURED)
+    worker.send_to_ranks(Op.MEASURED)
     return measured_bytes(worker.device)
 
 
-def host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], PageCopies]:
+def allocate_host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], PageCopies]:
     """Allocate what `cache.host_gib` says: the pages of each group, and their memory.
 
     Raises ConfigError saying what fits.
@@ -111,7 +111,7 @@ def host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], PageCop
     counts = worker.budget.of_groups(num_pages)
     counts += [num_states(num_pages)] if states is not None else []
     try:
-        own = allocated(pair.groups, counts, pair.page_size, worker.device, states, state_bytes)
+        own = host_pages(pair.groups, counts, pair.page_size, worker.device, states, state_bytes)
     except RuntimeError as error:
         raise ConfigError(
             f"{given:g} GiB of host memory cannot be pinned ({error}): lower cache.host_gib, or "

@@ -2,7 +2,7 @@
 
 from .api import ReportProgress
 from .config import EngineConfig
-from .measuring import host_pages, measure_pages, naming_what_to_lower
+from .measuring import allocate_host_pages, measure_pages, naming_what_to_lower
 from .worker import Worker
 
 
@@ -19,7 +19,7 @@ def make_ready(worker: Worker, config: EngineConfig, report: ReportProgress) -> 
             worker.compile(report)
     if config.cache.host_gib:
         report("pinning host memory" if is_gpu else "allocating host memory", 0, 1)
-        worker.host_pages = host_pages(worker, config)
+        worker.host_pages = allocate_host_pages(worker, config)
     num_pages = config.cache.num_pages
     if num_pages is None:
         num_pages = measure_pages(worker, config, report)

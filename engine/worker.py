@@ -153,7 +153,7 @@ class Worker:
         batches = short_batches(self.slots.max_num_seqs, self._most_rows)
         return [partial(rehearse, *batch) for batch in batches]
 
-    def tell_ranks(self, op: Op) -> None:
+    def send_to_ranks(self, op: Op) -> None:
         """Have the other ranks of the target do something, if there are any."""
         if self.followers is not None:
             self.followers.send(op)

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from .grammar_messages import Answer, Question
+from .grammar_messages import GrammarAnswer, Question
 from .grammar_process import GrammarProcess
 
 
@@ -85,7 +85,7 @@ class Grammar:
         rows, columns = np.nonzero(bits)
         return (32 * words[rows] + columns).tolist() if len(rows) <= most else []
 
-    def add_drafts(self, token_ids: list[int], answer: Answer | None) -> None:
+    def add_drafts(self, token_ids: list[int], answer: GrammarAnswer | None) -> None:
         """The leading ones of these tokens that the grammar allows become its drafts."""
         if answer is not None:
             self._error = answer.error
@@ -99,7 +99,7 @@ class Grammar:
         known, self._unsent = self._unsent, []
         return Question(self._sequence, known, drafts, fits)
 
-    def add_mask(self, mask: np.ndarray, answer: Answer | None) -> None:
+    def add_mask(self, mask: np.ndarray, answer: GrammarAnswer | None) -> None:
         """Store the answer in `mask`, which must be zeros; without an answer it bans all."""
         if answer is not None:
             self._error = answer.error
@@ -135,7 +135,7 @@ def fit_drafts(grammars: list[Grammar], drafts: list[list[int]]) -> None:
 
 def _ask_all(
     grammars: list[Grammar], questions: Sequence[Callable[[], Question]]
-) -> list[Answer | None]:
+) -> list[GrammarAnswer | None]:
     """The answers of all processes, which work at the same time; None: it has failed."""
     asking: dict[GrammarProcess, list[int]] = {}
     for i, grammar in enumerate(grammars):
@@ -143,7 +143,7 @@ def _ask_all(
             asking.setdefault(grammar.process, []).append(i)
     for process, rows in asking.items():
         process.ask([questions[i]() for i in rows])
-    answers: dict[int, Answer] = {}
+    answers: dict[int, GrammarAnswer] = {}
     for process, rows in asking.items():
         answers |= zip(rows, process.answers(), strict=False)  # no answers if the process died
     return [answers.get(i) for i in range(len(grammars))]

@@ -49,13 +49,13 @@ class Question(msgspec.Struct, array_like=True):
 
 
 class Questions(msgspec.Struct, array_like=True):
-    """Questions about different sequences; each gets an Answer, in the same order."""
+    """Questions about different sequences; each gets an answer, in the same order."""
 
     dropped: list[int]  # sequences that ended
     questions: list[Question]
 
 
-class Answer(msgspec.Struct, array_like=True):
+class GrammarAnswer(msgspec.Struct, array_like=True):
     """If the grammar fails after the drafts, the mask has no bit set. `error` is set if it failed
     after the known tokens already, `is_over` if the text had ended before."""
 
@@ -66,7 +66,7 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 class Answers(msgspec.Struct, array_like=True):
-    answers: list[Answer]
+    answers: list[GrammarAnswer]
     spent_s: float  # processor time
 
 

@@ -17,9 +17,9 @@ import msgspec
 
 from .allowance import Allowance
 from .grammar_messages import (
-    Answer,
     Answers,
     Begin,
+    GrammarAnswer,
     Question,
     Questions,
     Syntax,
@@ -127,7 +127,7 @@ class GrammarProcess:
             except OSError as error:
                 self._fail(error)
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[GrammarAnswer]:
         """One for each question; none at all if the process died."""
         if self.error is None and self._connection is not None:
             try:

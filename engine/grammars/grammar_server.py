@@ -37,9 +37,9 @@ from llguidance import (
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from .grammar_messages import (
-    Answer,
     Answers,
     Begin,
+    GrammarAnswer,
     Question,
     Questions,
     Syntax,
@@ -128,7 +128,7 @@ class _Follower:
     def error(self) -> str | None:
         return _error_of(self._start)
 
-    def answer(self, dropped: list[int], questions: list[Question]) -> list[Answer]:
+    def answer(self, dropped: list[int], questions: list[Question]) -> list[GrammarAnswer]:
         for sequence in dropped:
             self._sequences.pop(sequence, None)
         for question in questions:
@@ -154,10 +154,10 @@ class _Follower:
             sequence.start_again(self._start)
         return True
 
-    def _answers(self, questions: list[Question]) -> tuple[list[Answer], bool]:
+    def _answers(self, questions: list[Question]) -> tuple[list[GrammarAnswer], bool]:
         """The answers, and whether the grammar failed in any of them."""
-        answers = [Answer() for _ in questions]
-        masked: list[tuple[Answer, LLMatcher]] = []
+        answers = [GrammarAnswer() for _ in questions]
+        masked: list[tuple[GrammarAnswer, LLMatcher]] = []
         for question, answer in zip(questions, answers, strict=True):
             sequence = self._sequences[question.sequence]
             if question.fits:
@@ -302,14 +302,14 @@ def _live(
 
 def _fork_for(control: socket.socket, tokenizer: LLTokenizer, limits: LLParserLimits) -> bool:
     """Keep one fork waiting until it is used; False once the engine has gone."""
-    taken_fd, tell_fd = os.pipe()
+    taken_fd, notice_fd = os.pipe()
     if os.fork() == 0:
         os.close(taken_fd)
         data, fds, _, _ = socket.recv_fds(control, 1, 2)
         if not data:
-            os.write(tell_fd, b"x")
+            os.write(notice_fd, b"x")
             os._exit(0)
-        os.close(tell_fd)
+        os.close(notice_fd)
         control.close()
         try:
             connection, lifeline = (socket.socket(fileno=fd) for fd in fds)
@@ -317,7 +317,7 @@ def _fork_for(control: socket.socket, tokenizer: LLTokenizer, limits: LLParserLi
             _live(connection, lifeline, tokenizer, limits)
         finally:
             os._exit(1)
-    os.close(tell_fd)
+    os.close(notice_fd)
     is_last = os.read(taken_fd, 1)
     os.close(taken_fd)
     return not is_last

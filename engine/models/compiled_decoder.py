@@ -24,7 +24,7 @@ from .parts.base import Compiled
 from .weights import Linear, Tiles
 
 # What the parts of a block must say of it; the rest comes with pages and positions.
-_FIELDS = {field[0] for field in cpu.Layer._fields_} - {"keys", "values", "cos", "sin"}
+_FIELDS = {field[0] for field in cpu.LayerStruct._fields_} - {"keys", "values", "cos", "sin"}
 _FEWEST_POSITIONS = 1024
 _MOST_KEPT_ROWS = 64  # of logits, which the next pass writes over
 
@@ -79,16 +79,16 @@ class CompiledDecoder(Decoder):
         self._held: list[Tensor] = []  # keeps alive what the layers point to
         layers = [layer for block in self.blocks if (layer := _layer_of(block))]
         self._ropes = [layer.rope for layer in layers if layer.rope]
-        self._layers = (cpu.Layer * len(layers))()
+        self._layers = (cpu.LayerStruct * len(layers))()
         for described, layer in zip(self._layers, layers, strict=True):
             for name, value in layer.layer.items():
                 setattr(described, name, self._field(value))
         self._bound: list[object] = []
         self._num_positions = 0  # positions in the layers' tables of cos and sin
-        self._decoder = cpu.Decoder(
+        self._decoder = cpu.DecoderStruct(
             addressof(self._layers),
             len(self._layers),
-            cpu.Shape(**layers[0].shape),
+            cpu.ShapeStruct(**layers[0].shape),
             0 if is_tied else pointer(self.embedding, self.dtype),
             self.dtype == torch.bfloat16,
             self._field(self.norm.weight),
@@ -158,7 +158,7 @@ class CompiledDecoder(Decoder):
 
     def _in_slots(
         self, batch: HostBatch, *, num_later: int = 0
-    ) -> tuple[cpu.Batch, cpu.Slots, Pass]:
+    ) -> tuple[cpu.BatchStruct, cpu.SlotsStruct, Pass]:
         """A call's batch, where its rows are looked up, and the tensors that it writes to.
 
         The call goes on for up to `num_later` positions after each sequence's rows.
@@ -171,7 +171,7 @@ class CompiledDecoder(Decoder):
         num_seqs, num_rows, num_logits = batch.shape
         given, computed = self._given(num_seqs, num_rows, num_logits, slots.block_tables[0])
         first, row_len = batch.sequences_np.ctypes.data, batch.sequences_np.strides[0]
-        rows = cpu.Slots(
+        rows = cpu.SlotsStruct(
             *(first + i * row_len for i in range(4)),
             pointer(slots.num_tokens, torch.int64),
             pointer(slots.token_ids, torch.int32),
@@ -181,12 +181,12 @@ class CompiledDecoder(Decoder):
 
     def _given(
         self, num_seqs: int, num_rows: int, num_logits: int, block_table: Tensor
-    ) -> tuple[cpu.Batch, Pass]:
+    ) -> tuple[cpu.BatchStruct, Pass]:
         """A call's batch, still without its rows, and the tensors that it writes to."""
         logits = self.place_of_logits(num_logits)
         self._tapped = tapped = (c_int32 * len(self.tapped_layers))(*self.tapped_layers)
         taps = torch.empty(num_rows, len(tapped), self._decoder.shape.hidden) if tapped else None
-        batch = cpu.Batch(
+        batch = cpu.BatchStruct(
             sequences=num_seqs,
             num_logits=num_logits,
             block_table=pointer(block_table, torch.int32),
@@ -213,7 +213,7 @@ class CompiledDecoder(Decoder):
             self._logits = logits
         return logits
 
-    def _field(self, value: Linear | Tensor | int | None) -> cpu.Matrix | int:
+    def _field(self, value: Linear | Tensor | int | None) -> cpu.MatrixStruct | int:
         if isinstance(value, Linear):
             assert isinstance(value.weight, Tiles)
             bias = None if value.bias is None else self._kept(value.bias)

@@ -9,7 +9,7 @@ from .network import PagedLayers
 
 
 @dataclass(slots=True)
-class Group:
+class LayerGroup:
     """Layers that keep KV of the same positions for the same time."""
 
     window: int | None  # tokens behind which pages are given back; None: they are all kept
@@ -35,13 +35,13 @@ class Group:
             layer.pages = None
 
 
-def grouped(owners: Iterable[PagedLayers], max_model_len: int) -> list[Group]:
+def grouped(owners: Iterable[PagedLayers], max_model_len: int) -> list[LayerGroup]:
     """The layers of models: first those that keep everything, then those of each window.
 
     No sequence is longer than `max_model_len` tokens.
     """
-    first = Group(None)
-    groups: dict[int, Group] = {}
+    first = LayerGroup(None)
+    groups: dict[int, LayerGroup] = {}
     for owner in owners:
         keeps_all = owner.may_fall_behind or owner.reads_one_table
         for layer in owner.attentions:
@@ -49,5 +49,5 @@ def grouped(owners: Iterable[PagedLayers], max_model_len: int) -> list[Group]:
             if window is None or window >= max_model_len or keeps_all:
                 first.layers.append((owner, layer))
             else:
-                groups.setdefault(window, Group(window)).layers.append((owner, layer))
+                groups.setdefault(window, LayerGroup(window)).layers.append((owner, layer))
     return [first, *groups.values()]

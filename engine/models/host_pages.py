@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..memory.host_tier import PageCopies
 from ..state.host_copy import uploaded
-from .groups import Group
+from .groups import LayerGroup
 from .network import PagedLayers
 
 _BUFFER_BYTES = 256 * 2**20  # on a GPU, of each of three; a larger page gets as much as it takes
@@ -24,7 +24,7 @@ class HostPages(PageCopies):
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[LayerGroup],
         num_pages: Sequence[int],
         page_size: int,
         states: PagedLayers | None = None,
@@ -102,7 +102,7 @@ class PinnedHostPages(HostPages):
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[LayerGroup],
         num_pages: Sequence[int],
         page_size: int,
         device: torch.device,
@@ -175,7 +175,7 @@ class PinnedHostPages(HostPages):
 
 
 def host_pages(
-    groups: Sequence[Group],
+    groups: Sequence[LayerGroup],
     num_pages: Sequence[int],
     page_size: int,
     device: torch.device,

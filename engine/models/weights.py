@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.cpu.layers import compiled, product, unpacked
-from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, PackedTiles, pack
+from outrider.kernels.cpu.layers import compiled, tiles_product, unpacked_tiles
+from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, PackedTiles, pack_tiles
 from outrider.kernels.model.batch_invariant_linear import (
     LibraryRows,
     add_batch_invariant_linear,
@@ -24,7 +24,7 @@ from outrider.kernels.model.batch_invariant_linear import (
 from outrider.kernels.model.linear import add_linear, linear
 from outrider.kernels.model.narrow_matrix import RowFormat
 from outrider.kernels.model.packed_linear import PackedWeight, pack_weight, packed_linear
-from outrider.kernels.model.product import product as own_product
+from outrider.kernels.model.product import product
 from outrider.kernels.model.rms_norm import Norm, rms_norm, rms_norm_reference
 from outrider.kernels.model.row_codes import Normed, RowCodes, rounded_rows
 from outrider.kernels.model.silu_mul import silu_mul, silu_mul_reference
@@ -184,7 +184,7 @@ class Unrounded(Unfused):
         if self._wide is not None:
             return self._wide.multiply(x.float(), bias)
         out = torch.empty(len(x), len(self._matrix), dtype=torch.float32, device=x.device)
-        return own_product(x, self._matrix, bias, out=out)
+        return product(x, self._matrix, bias, out=out)
 
     def dequantised(self) -> Tensor:
         return self._matrix
@@ -245,7 +245,7 @@ class Tiles(Unfused):
         # A scale too small for float16 becomes 0, and so do the numbers that it scales.
         codes = (groups / scale.float().clamp_min(1e-12)[..., None]).round().clamp(-127, 127)
         rounded = Codes(codes.to(torch.int8).flatten(1), scale)
-        return Tiles(pack(rounded, Layout.EIGHT_HALF), matrix.dtype, "8-bit")
+        return Tiles(pack_tiles(rounded, Layout.EIGHT_HALF), matrix.dtype, "8-bit")
 
     def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
         norm, out, x = fused.get("norm"), fused.get("out"), x.float()
@@ -257,10 +257,10 @@ class Tiles(Unfused):
         return y.to(self._dtype) if out is None else out.copy_(y)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return product(x.float(), self.matrix, None if bias is None else bias.float())
+        return tiles_product(x.float(), self.matrix, None if bias is None else bias.float())
 
     def dequantised(self) -> Tensor:
-        return unpacked(self.matrix).to(self._dtype)
+        return unpacked_tiles(self.matrix).to(self._dtype)
 
 
 class RoundedInputs(Unfused):

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from .connection import Connection, Context
+from .connection import Connection, ZmqContext
 
 RESTART_DELAYS_S = (0.0, 2.0)  # after the first and the second death in a row; the third is final
 HEALTHY_S = 60.0  # after so long ready, a death is the first of a new row
@@ -31,7 +31,7 @@ class ChildProcess(Generic[T]):
 
     def __init__(
         self,
-        context: Context,
+        context: ZmqContext,
         command: Sequence[str],
         *,
         line: bytes | Callable[[], Awaitable[bytes]],

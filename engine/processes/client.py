@@ -25,9 +25,9 @@ from .messages import (
     Failed,
     FromEngine,
     Loading,
-    Outputs,
     Ready,
     Refused,
+    StepOutputs,
     Submit,
     ToEngine,
 )
@@ -196,7 +196,7 @@ class EngineClient(ABC):
         if self.state == "stopped":
             return
         match message:
-            case Outputs(outputs, stats):
+            case StepOutputs(outputs, stats):
                 self._stats = stats
                 for output in outputs:
                     if stream := self._running.get(output.request_id):

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 _RECONNECT_MS = 10  # between attempts, until the other process has bound the endpoint
 
 T = TypeVar("T")
-Context = zmq.Context["zmq.Socket[bytes]"]
+ZmqContext = zmq.Context["zmq.Socket[bytes]"]
 
 
 class Connection(Generic[T]):
@@ -23,7 +23,7 @@ class Connection(Generic[T]):
 
     def __init__(
         self,
-        context: Context,
+        context: ZmqContext,
         endpoint: str,
         decoder: "msgspec.msgpack.Decoder[T]",
         hear: Callable[[T], None],

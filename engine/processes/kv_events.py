@@ -39,12 +39,12 @@ class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True):
     """Nothing is cached: the engine has just started."""
 
 
-Message = BlockStored | BlockRemoved | AllBlocksCleared
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True):
     ts: float  # seconds since the epoch
-    events: list[Message]
+    events: list[KVEvent]
     data_parallel_rank: int | None = 0
 
 
@@ -79,15 +79,15 @@ class Publisher:
         if batch := to_messages(events, self._page_size):
             self._send(batch)
 
-    def _send(self, events: list[Message]) -> None:
+    def _send(self, events: list[KVEvent]) -> None:
         number = next(self._sequence).to_bytes(8, "big")
         payload = self._encoder.encode(EventBatch(time.time(), events))
         self._socket.send_multipart([self._topic, number, payload])
 
 
-def to_messages(events: Iterable[PageEvent], page_size: int) -> list[Message]:
+def to_messages(events: Iterable[PageEvent], page_size: int) -> list[KVEvent]:
     """Messages for these events; consecutive pages share one."""
-    messages: list[Message] = []
+    messages: list[KVEvent] = []
     for event in events:
         last = messages[-1] if messages else None
         page_hash = _short(event.page_hash)

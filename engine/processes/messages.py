@@ -66,7 +66,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Outputs(msgspec.Struct, frozen=True, tag=True):
+class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     """What one step produced for this client, and the engine's statistics after it."""
 
     outputs: list[RequestOutput]
@@ -79,7 +79,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-FromEngine = Loading | Ready | Admitted | Refused | Outputs | Failed
+FromEngine = Loading | Ready | Admitted | Refused | StepOutputs | Failed
 
 
 # ---- between the owner of an engine and a process that shares it
@@ -89,7 +89,7 @@ class Up(msgspec.Struct, frozen=True, tag=True):
     """The sharing process is ready: from now on it can shut down in order."""
 
 
-class Status(msgspec.Struct, frozen=True, tag=True):
+class EngineStatus(msgspec.Struct, frozen=True, tag=True):
     """The state of the engine; if it is not ready, all its sequences have ended."""
 
     state: EngineState
@@ -99,4 +99,4 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     past_stats: EngineStats  # the counters of earlier engines
 
 
-FromOwner = Status | Shutdown
+FromOwner = EngineStatus | Shutdown

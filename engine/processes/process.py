@@ -31,10 +31,10 @@ from .messages import (
     FromEngine,
     Hello,
     Loading,
-    Outputs,
     Ready,
     Refused,
     Shutdown,
+    StepOutputs,
     Submit,
     ToEngine,
 )
@@ -216,7 +216,7 @@ class Clients:
             if output.finish_reason is not None:
                 del self._client_of[output.request_id]
         stats = self._engine.stats()
-        if gone := [c for c in own if not self._channel.send(c, Outputs(own[c], stats))]:
+        if gone := [c for c in own if not self._channel.send(c, StepOutputs(own[c], stats))]:
             self._clients.difference_update(gone)
             self._abort([i for i, client in self._client_of.items() if client in gone])
             self.report([])  # to the others: there is room now

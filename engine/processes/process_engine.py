@@ -17,7 +17,7 @@ from ..config import EngineConfig
 from ..lifeline import describe_exit
 from .child_process import ChildProcess, Restarts
 from .client import EngineClient
-from .messages import FromEngine, Hello, Ready, Shutdown, Status
+from .messages import EngineStatus, FromEngine, Hello, Ready, Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +55,11 @@ class ProcessEngine(EngineClient):
         self._heard = asyncio.Event()  # set by each message
 
     @property
-    def status(self) -> Status:
+    def status(self) -> EngineStatus:
         """What the processes that share the engine must know."""
         connection = self._connection if self.state == "ready" else None
         endpoint = None if connection is None else connection.endpoint
-        return Status(self.state, self.status_reason, self.info, endpoint, self._past_stats)
+        return EngineStatus(self.state, self.status_reason, self.info, endpoint, self._past_stats)
 
     def _launch(self) -> None:
         self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")

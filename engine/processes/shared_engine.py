@@ -8,7 +8,7 @@ import zmq
 
 from .client import EngineClient
 from .connection import Connection
-from .messages import FromEngine, FromOwner, Hello, Ready, Shutdown, Status, Up
+from .messages import EngineStatus, FromEngine, FromOwner, Hello, Ready, Shutdown, Up
 
 
 class SharedEngine(EngineClient):
@@ -53,7 +53,7 @@ class SharedEngine(EngineClient):
         match message:
             case Shutdown():
                 self._on_shutdown()
-            case Status(state, reason, info, endpoint, past_stats):
+            case EngineStatus(state, reason, info, endpoint, past_stats):
                 self._leave_engine()
                 if info is not None and endpoint is not None:
                     decoder = msgspec.msgpack.Decoder(FromEngine)

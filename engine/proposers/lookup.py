@@ -25,7 +25,7 @@ class Found(NamedTuple):
     place: int = 0
 
 
-class Text(Protocol):
+class SearchedText(Protocol):
     """What is looked up for one request."""
 
     def find(self, token_ids: list[int], num_tokens: int) -> Found | None:
@@ -80,7 +80,7 @@ class _Line:
     that is not drafted from lengthens the pause before the next.
     """
 
-    def __init__(self, text: Text, hits: Hits, pauses: Pauses, first: float) -> None:
+    def __init__(self, text: SearchedText, hits: Hits, pauses: Pauses, first: float) -> None:
         """`hits` and `pauses` are those of all sequences. Behind `first` tokens it looks first."""
         self.text, self._hits, self._pauses = text, hits, pauses
         self._own_hits = OwnHits()
@@ -135,7 +135,7 @@ class Lookup(Source):
     def __init__(
         self,
         name: SourceName,
-        text_of: Callable[[Request], Text | None],
+        text_of: Callable[[Request], SearchedText | None],
         slots: Slots,
         keep_answer: Callable[[Request], None] = lambda _: None,
         most_pause: int = MOST_PAUSE,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _BEAT_S = 1.0
 
 
-class Connection:
+class FollowerConnection:
     """This end of the socket, for two threads."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -49,7 +49,7 @@ class Connection:
             os._exit(1)
 
 
-def follow(connection: Connection, settings: dict[str, Any]) -> None:
+def follow(connection: FollowerConnection, settings: dict[str, Any]) -> None:
     """Load, then do what rank 0 says, for ever."""
     from .own_shares import OwnShares
 
@@ -100,7 +100,7 @@ def perform(shares: "OwnShares", op: Op, shape: Shape, integers_np: np.ndarray) 
 
 def main() -> None:
     logging.disable(logging.CRITICAL)
-    connection = Connection(socket.socket(fileno=int(sys.argv[1])))
+    connection = FollowerConnection(socket.socket(fileno=int(sys.argv[1])))
     settings = json.loads(leave_with_parent(lambda: __import__("torch")))
     threading.Thread(target=connection.beat, name="heartbeat", daemon=True).start()
     try:

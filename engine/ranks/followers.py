@@ -25,7 +25,7 @@ from ..models.network import Network
 from ..state.phase import Shape
 from ..state.ragged import NONE_NP
 from ..state.slots import Slots
-from .group import Group, path_of
+from .group import RankGroup, path_of
 from .shared_decoder import SharedDecoder
 from .shared_host_pages import SharedHostPages
 from .wire import Op, receive, send
@@ -33,7 +33,7 @@ from .wire import Op, receive, send
 log = logging.getLogger(__name__)
 
 _COMMAND = (sys.executable, "-P", "-m", "outrider.engine.ranks.follower")
-SILENCE_S = 20.0  # after so long without a word a follower counts as hung
+HUNG_AFTER_S = 20.0  # after so long without a word a follower counts as hung
 FIRST_WORD_S = 300.0  # the same before the first: it imports torch, perhaps from a cold disk
 _GRACE_S = 3.0  # for the engine to end by itself once it has lost a follower
 _NEWS_S = 1.0  # for the news of a lost follower to come, once an exchange with it has failed
@@ -57,7 +57,7 @@ class Followers:
     def __init__(self, config: EngineConfig) -> None:
         """Start them; they load their shares meanwhile."""
         size = config.target.tensor_parallel
-        self.group = Group(0, size)
+        self.group = RankGroup(0, size)
         # The file over which the ranks meet. It has no name, so that it goes with the last of them,
         # however they end. Never closed here: the number must not become another file's.
         self._meeting_fd = os.memfd_create("outrider-ranks")
@@ -236,7 +236,7 @@ class _Follower:
         self.connection.settimeout(silence_s)
         try:
             receive(self.connection)  # that it lives
-            silence_s = SILENCE_S
+            silence_s = HUNG_AFTER_S
             self.connection.settimeout(silence_s)
             reason = self._listen()
         except TimeoutError:

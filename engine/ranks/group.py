@@ -30,7 +30,7 @@ def path_of(fd: int) -> str:
     return f"/proc/self/fd/{fd}"
 
 
-class Group:
+class RankGroup:
     """One rank's end. Before `join`, and in `apart`, it exchanges nothing."""
 
     def __init__(self, rank: int, size: int) -> None:

@@ -12,14 +12,13 @@ from ..config import CacheConfig, EngineConfig, ModelConfig
 from ..cpu_share import set_threads
 from ..gpu_memory import begin_measuring, left_bytes, measured_bytes
 from ..models.decoder import Decoder
-from ..models.groups import Group as LayerGroup
-from ..models.groups import grouped
+from ..models.groups import LayerGroup, grouped
 from ..models.host_pages import HostPages, host_pages
 from ..models.network import short_batches
 from ..models.pair import load_shares
 from ..state.phase import Shape
 from ..state.slots import Slots
-from .group import Group, path_of
+from .group import RankGroup, path_of
 from .shared_decoder import SharedDecoder
 
 
@@ -46,7 +45,7 @@ class OwnShares:
             batch_invariant=settings["batch_invariant"],
             cache=CacheConfig(dtype=settings["cache_dtype"]),
         )
-        self._group = Group(rank, target.tensor_parallel)
+        self._group = RankGroup(rank, target.tensor_parallel)
         self._loaded = load_shares(config, rank=rank)
         self._layers: list[LayerGroup] = []
         self._num_bytes = self._step_bytes = 0

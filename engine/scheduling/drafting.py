@@ -9,7 +9,8 @@ from ..acceptance import OwnAcceptance
 from ..plan import Plan, ScheduledRequest
 from ..proposers.proposer import Proposer
 from ..request import Request
-from .lookups import ROW_COST, Worth
+from .lookups import Worth
+from .price import ROW_COST
 from .sequences import Sequences
 
 if TYPE_CHECKING:

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-ROW_COST = 1 / 8  # assumed at first, as a share of a step that has one row a sequence
-
 
 class Worth:
     """What a step is expected to bring, and what it costs; grows with the drafts that it takes."""

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 Output = TypeVar("Output")
-Body = Callable[..., Output]  # (integers, shape, *tensors) -> output
+_Body = Callable[..., Output]  # (integers, shape, *tensors) -> output
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Phase(Generic[Output]):
     """`body(integers, shape, *tensors)`; `shape` must determine the sizes of all its tensors."""
 
     def __init__(
-        self, body: Body[Output], device: torch.device, *, needs_all_graphs: bool = False
+        self, body: _Body[Output], device: torch.device, *, needs_all_graphs: bool = False
     ) -> None:
         """`needs_all_graphs`: raise torch.OutOfMemoryError if there is no memory for one. Otherwise
         its shape runs directly, as if it were not captured.

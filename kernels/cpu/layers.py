@@ -40,42 +40,42 @@ def fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
-class Matrix(Structure):
+class MatrixStruct(Structure):
     """A linear layer's weight and bias. This and the following structures mirror those in C++."""
 
     _fields_ = (*fields(c_void_p, "data bias"), *fields(c_int32, "n k layout"))
 
 
-class Layer(Structure):
+class LayerStruct(Structure):
     _fields_ = (
         *fields(c_void_p, "norm mlp_norm q_norm k_norm"),
-        *fields(Matrix, "qkv output gate_up down"),
+        *fields(MatrixStruct, "qkv output gate_up down"),
         *fields(c_void_p, "keys values cos sin"),
         ("window", c_int32),
     )
 
 
-class Shape(Structure):
+class ShapeStruct(Structure):
     _fields_ = (
         *fields(c_int32, "hidden heads kv_heads head_dim intermediate page_size cache_is_bf16"),
         *fields(c_float, "eps head_eps scale"),
     )
 
 
-class Decoder(Structure):
+class DecoderStruct(Structure):
     _fields_ = (
         ("layers", c_void_p),
         ("count", c_int32),
-        ("shape", Shape),
+        ("shape", ShapeStruct),
         ("embedding", c_void_p),
         ("embedding_is_bf16", c_int32),
         ("norm", c_void_p),
-        ("output_layer", Matrix),
+        ("output_layer", MatrixStruct),
         *fields(c_void_p, "drafted read_as"),
     )
 
 
-class Batch(Structure):
+class BatchStruct(Structure):
     _fields_ = (
         *fields(c_int32, "sequences num_logits"),
         *fields(c_void_p, "first_rows lengths slots token_ids positions places logits_rows"),
@@ -87,7 +87,7 @@ class Batch(Structure):
     )
 
 
-class Slots(Structure):
+class SlotsStruct(Structure):
     _fields_ = (
         *fields(c_void_p, "slots starts row_counts logits_counts num_tokens token_ids"),
         ("token_stride", c_int64),
@@ -162,15 +162,15 @@ def num_threads() -> int:
     return torch.get_num_threads() if _own_threads is None else _own_threads
 
 
-def matrix(weight: PackedTiles, bias: Tensor | None) -> Matrix:
+def matrix(weight: PackedTiles, bias: Tensor | None) -> MatrixStruct:
     """Pointers to both; the caller must keep them alive. Shape: bias [N] float32."""
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
-    return Matrix(
+    return MatrixStruct(
         weight.data.data_ptr(), 0 if bias is None else bias.data_ptr(), *weight.shape, weight.layout
     )
 
 
-def product(x: Tensor, weight: PackedTiles, bias: Tensor | None = None) -> Tensor:
+def tiles_product(x: Tensor, weight: PackedTiles, bias: Tensor | None = None) -> Tensor:
     """x W^T + b. Shape: x [T, K] float32 -> [T, N] float32."""
     assert x.dtype == torch.float32
     assert x.shape[1] == weight.shape[1]
@@ -186,7 +186,7 @@ def product(x: Tensor, weight: PackedTiles, bias: Tensor | None = None) -> Tenso
     return out
 
 
-def unpacked(weight: PackedTiles) -> Tensor:
+def unpacked_tiles(weight: PackedTiles) -> Tensor:
     """The matrix in float32. Shape: [N, K]."""
     out = torch.empty(weight.shape)
     library().outrider_unpack(
@@ -195,12 +195,12 @@ def unpacked(weight: PackedTiles) -> Tensor:
     return out
 
 
-def run_pass(decoder: Decoder, batch: Batch) -> None:
+def run_pass(decoder: DecoderStruct, batch: BatchStruct) -> None:
     """Compute the rows of a batch: their KV, and the logits and taps that are asked for."""
     library().outrider_pass(ctypes.byref(decoder), ctypes.byref(batch), num_threads())
 
 
-def run_pass_in_slots(decoder: Decoder, batch: Batch, slots: Slots) -> None:
+def run_pass_in_slots(decoder: DecoderStruct, batch: BatchStruct, slots: SlotsStruct) -> None:
     """`run_pass` for rows that are looked up in slots; `batch` lacks them."""
     library().outrider_pass_in_slots(
         ctypes.byref(decoder), ctypes.byref(batch), ctypes.byref(slots), num_threads()

@@ -67,7 +67,7 @@ class PackedTiles(NamedTuple):
     shape: tuple[int, int]
 
 
-def pack(matrix: Codes, layout: Layout) -> PackedTiles:
+def pack_tiles(matrix: Codes, layout: Layout) -> PackedTiles:
     """Pack into tiles; the last one is padded with zeros. K must be a multiple of 32."""
     num_out, num_in = matrix.codes.shape
     assert num_in % BLOCK == 0, f"{num_in} inputs are no multiple of {BLOCK}"

@@ -21,26 +21,26 @@ _TILES = (16, 32, 64, 128)  # rows of a tile
 AT_ONCE = 8192  # pairs of rows and experts, chosen or not, that one program holds
 
 
-class Tiles(NamedTuple):
+class ExpertTiles(NamedTuple):
     """Pairs by expert. What lies behind the last tile has the expert E and pairs of T * k."""
 
     experts: Tensor  # [tiles] int32
     pairs: Tensor  # [tiles, size] int32; T * k where a tile has no more
 
 
-def empty_tiles(num_rows: int, top_k: int, num_experts: int, device: torch.device) -> Tiles:
+def empty_tiles(num_rows: int, top_k: int, num_experts: int, device: torch.device) -> ExpertTiles:
     num_pairs = num_rows * top_k
     # Twice the rows that an expert gets on average. No sum depends on it.
     size = next((size for size in _TILES if 2 * num_pairs <= size * num_experts), _TILES[-1])
     # Each expert fills tiles, but for its last one.
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (size - 1)) // size
-    return Tiles(
+    return ExpertTiles(
         torch.empty(num_tiles, dtype=torch.int32, device=device),
         torch.empty(num_tiles, size, dtype=torch.int32, device=device),
     )
 
 
-def tiles_of(ids: Tensor, num_experts: int) -> Tiles:
+def tiles_of(ids: Tensor, num_experts: int) -> ExpertTiles:
     """Pairs by expert; rows of -1 have none. Shape: ids [T, k] int32."""
     if not uses_triton(ids):
         return tiles_reference(ids, num_experts)
@@ -61,7 +61,7 @@ def tiles_of(ids: Tensor, num_experts: int) -> Tiles:
     return tiles
 
 
-def tiles_reference(ids: Tensor, num_experts: int) -> Tiles:
+def tiles_reference(ids: Tensor, num_experts: int) -> ExpertTiles:
     num_rows, top_k = ids.shape
     tiles = empty_tiles(num_rows, top_k, num_experts, ids.device)
     size = tiles.pairs.shape[1]

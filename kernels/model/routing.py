@@ -19,7 +19,7 @@ from .._dispatch import uses_triton
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from . import expert_tiles
-from .expert_tiles import Tiles, empty_tiles, list_pairs, tiles_of
+from .expert_tiles import ExpertTiles, empty_tiles, list_pairs, tiles_of
 
 _FLOOR = -3.0e38  # stands for logits of -inf and NaN, so that choices stay distinct
 _LEAST = tl.constexpr(_FLOOR)
@@ -55,7 +55,7 @@ class Routing(NamedTuple):
 
     ids: Tensor  # [T, k] int32, distinct in a row; -1: padding
     weights: Tensor  # [T, k] float32
-    tiles: Tiles
+    tiles: ExpertTiles
     num_rows: Tensor | None = None  # [1] rows that are no padding; None: all
 
 

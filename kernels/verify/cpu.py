@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from ..cpu import layers
-from ..cpu.layers import Batch, Decoder, Slots, fields, library, num_threads, pointer
+from ..cpu.layers import (
+    BatchStruct,
+    DecoderStruct,
+    SlotsStruct,
+    fields,
+    library,
+    num_threads,
+    pointer,
+)
 from .philox import Purpose
 from .step import SlotContents, Step
 
@@ -94,7 +102,9 @@ class LinesOfDrafts:
     vocab_size: int
     kept: tuple[Tensor, Tensor] | None  # as in a Step
 
-    def draw(self, model: Decoder, batch: Batch, rows: Slots, logits: Tensor) -> None:
+    def draw(
+        self, model: DecoderStruct, batch: BatchStruct, rows: SlotsStruct, logits: Tensor
+    ) -> None:
         """Compute these rows, which end with a row of logits for each sequence, and then draw each
         draft and compute its row in turn: `draw` and `run_pass_in_slots` over and over.
 

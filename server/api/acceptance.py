@@ -8,7 +8,7 @@ from outrider.engine.api import RequestOutput
 from .protocol import SpeculationMetrics
 
 
-class Acceptance:
+class AcceptanceCounts:
     """Counts for one sequence, from the totals in its outputs."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Acceptance:
 
 
 def speculation_metrics(
-    each: Sequence[Acceptance], num_speculative_tokens: int
+    each: Sequence[AcceptanceCounts], num_speculative_tokens: int
 ) -> SpeculationMetrics | None:
     """How the drafts of these sequences fared, in vLLM's terms; None if there were none."""
     steps_by_accepted = sum((one.steps_by_accepted for one in each), Counter[int]())

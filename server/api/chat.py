@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ..grammar.tool_choice import NamedTool
-from ..text.message_parser import Part
+from ..text.message_parser import MessagePart
 from .answer import Answer
 from .chat_protocol import (
     ChatChoice,
@@ -23,7 +23,7 @@ from .chat_protocol import (
 from .chat_turn import prepare_turn
 from .choices import BARE, ChoicesAnswer
 from .generation import Delta, Sample, Token
-from .growth import Block, Growth
+from .growth import AnswerBlock, Growth
 from .service import Service
 
 
@@ -102,9 +102,9 @@ class _ChatAnswer(ChoicesAnswer):
             *(ChatChunkChoice(delta=ChatDelta(**each), **fields) for each in last),
         ]
 
-    def _said(self, index: int, parts: Sequence[Part]) -> list[dict[str, Any]]:
+    def _said(self, index: int, parts: Sequence[MessagePart]) -> list[dict[str, Any]]:
         """What the parts add to the message: texts, and calls one by one."""
-        said: list[tuple[Block, bool, list[str]]] = []  # whether it is new, and its text
+        said: list[tuple[AnswerBlock, bool, list[str]]] = []  # whether it is new, and its text
         for part in parts:
             for how, block, text in self._growths[index].add(part):
                 if how == "opens" or (how == "grows" and not (said and said[-1][0] is block)):
@@ -113,7 +113,7 @@ class _ChatAnswer(ChoicesAnswer):
                     said[-1][2].append(text)
         return [self._added(block, "".join(pieces), is_new=new) for block, new, pieces in said]
 
-    def _added(self, block: Block, text: str, *, is_new: bool) -> dict[str, Any]:
+    def _added(self, block: AnswerBlock, text: str, *, is_new: bool) -> dict[str, Any]:
         if block.kind == "text":
             return {"content": text}
         if block.kind == "reasoning":

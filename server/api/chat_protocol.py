@@ -176,14 +176,14 @@ class CustomCall(APIResponse):
     input: str
 
 
-class ToolCall(APIResponse):
+class ToolCallObject(APIResponse):
     id: str | None = None
     type: Literal["function", "custom"] | None = None
     function: FunctionCall | None = None
     custom: CustomCall | None = None
 
 
-class ToolCallChunk(ToolCall):
+class ToolCallChunk(ToolCallObject):
     """What a stream adds to a call; only the first chunk has more than arguments."""
 
     index: int
@@ -195,7 +195,7 @@ class ChatMessage(APIResponse):
     refusal: None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCallObject] | None = None
 
 
 class ChatChoice(APIResponse):

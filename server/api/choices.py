@@ -10,7 +10,7 @@ from typing import Any
 from ..base.errors import APIError
 from ..base.json_text import json_text
 from ..base.streaming import obfuscation, server_sent
-from ..text.message_parser import Part
+from ..text.message_parser import MessagePart
 from .answer import MIN_LOGPROB, Answer
 from .generation import Delta, Generation, Sample, Token
 from .protocol import (
@@ -25,7 +25,7 @@ from .protocol import (
     Usage,
 )
 from .service import Service
-from .trace import Step
+from .trace import TraceStep
 
 # Of a choice in a chunk that is not the last of its delta.
 BARE: dict[str, Any] = dict.fromkeys(("logprobs", "finish_reason", "stop_reason"))
@@ -99,9 +99,9 @@ class ChoicesAnswer(Answer):
         """The chunks of a stream, joined."""
         last: dict[int, Delta] = {}
         texts: dict[int, list[str]] = {}
-        parts: dict[int, list[Part]] = {}
+        parts: dict[int, list[MessagePart]] = {}
         tokens: dict[int, list[Token]] = {}
-        steps: dict[int, list[Step]] = {}
+        steps: dict[int, list[TraceStep]] = {}
         async for delta in generation:
             self._count(delta)
             texts.setdefault(delta.index, []).append(delta.text)

@@ -17,12 +17,12 @@ from ..base.errors import (
 )
 from ..observe.metrics import Metrics
 from ..text.detokenizer import Detokenizer, StopStrings
-from ..text.message_parser import Part
+from ..text.message_parser import MessagePart
 from ..text.message_reader import MessageReader
 from ..text.tokenizer import Tokenizer
-from .acceptance import Acceptance
+from .acceptance import AcceptanceCounts
 from .protocol import PromptProgress
-from .trace import Step
+from .trace import TraceStep
 
 MOST_HELD = 64  # tokens of a chunk, if a client has not read for long
 TURN_OUTPUTS = 16  # read of those that have come already, until others get a turn
@@ -58,7 +58,7 @@ class Delta:
 
     index: int
     text: str = ""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[MessagePart] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
@@ -69,7 +69,7 @@ class Delta:
     # From the prompt's second token on, if asked for.
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     # The steps that produced the tokens, if a trace was asked for.
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TraceStep] = field(default_factory=list)
     progress: PromptProgress | None = None
 
 
@@ -91,7 +91,7 @@ class Sample:
         self.index = index
         self.request = request
         self.finished = False
-        self.acceptance = Acceptance()
+        self.acceptance = AcceptanceCounts()
         self._options = options
         self._reader = reader
         self._detokenizer = Detokenizer(
@@ -110,7 +110,7 @@ class Sample:
         self._num_steps = 0
         self._text = ""  # held back, because more has come already
         self._pending: list[Token] = []  # tokens whose text is held back
-        self._pending_steps: list[Step] = []
+        self._pending_steps: list[TraceStep] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
 
     def take(self, output: RequestOutput, *, more: bool = False) -> Delta | None:
@@ -151,7 +151,7 @@ class Sample:
         self._num_steps += bool(texts)
         if texts and output.draft_token_ids is not None:
             self._pending_steps.append(
-                Step(
+                TraceStep(
                     number=self._num_steps,
                     draft_token_ids=output.draft_token_ids,
                     num_accepted=output.num_accepted_tokens - num_accepted_before,
@@ -186,7 +186,7 @@ class Sample:
             return None
         tokens, self._pending = self._pending, []
         steps, self._pending_steps = self._pending_steps, []
-        parts: list[Part] = []
+        parts: list[MessagePart] = []
         if self._reader is not None:
             parts = self._reader.read(text, ended=self.finished, hidden=self._hidden_stop)
             offsets = (token.text_offset for token in tokens)

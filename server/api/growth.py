@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..text.call_stream import CallStart
-from ..text.message_parser import Part, Text
+from ..text.message_parser import MessagePart, Text
 
-Kind = Literal["text", "reasoning", "call", "free_text_call"]
+BlockKind = Literal["text", "reasoning", "call", "free_text_call"]
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class AnswerBlock:
     """A run of text or of reasoning, or one call with its arguments."""
 
-    kind: Kind
+    kind: BlockKind
     index: int  # in the answer
     num_calls: int  # of the answer so far, this one included
     call: CallStart | None = None
@@ -31,37 +31,37 @@ class Block:
 
 
 # What happens to a block, and the text that it grows by.
-Change = tuple[Literal["opens", "grows", "closes"], Block, str]
+BlockChange = tuple[Literal["opens", "grows", "closes"], AnswerBlock, str]
 
 
 class Growth:
     """Takes in the parts of an answer; reports what each of them changes."""
 
     def __init__(self) -> None:
-        self._open: Block | None = None
+        self._open: AnswerBlock | None = None
         self._num_blocks = self._num_calls = 0
 
-    def add(self, part: Part) -> Iterator[Change]:
+    def add(self, part: MessagePart) -> Iterator[BlockChange]:
         if isinstance(part, CallStart):
             yield from self._begin("free_text_call" if part.is_free_text else "call", part)
             return
         if isinstance(part, Text):
-            kind: Kind = "reasoning" if part.reasoning else "text"
+            kind: BlockKind = "reasoning" if part.reasoning else "text"
             if self._open is None or self._open.kind != kind:
                 yield from self._begin(kind)
         assert self._open is not None  # arguments follow the start of a call
         self._open.pieces.append(part.text)
         yield "grows", self._open, part.text
 
-    def close(self) -> Iterator[Change]:
+    def close(self) -> Iterator[BlockChange]:
         """The answer ends, or stops for good."""
         if (block := self._open) is not None:
             self._open = None
             yield "closes", block, ""
 
-    def _begin(self, kind: Kind, call: CallStart | None = None) -> Iterator[Change]:
+    def _begin(self, kind: BlockKind, call: CallStart | None = None) -> Iterator[BlockChange]:
         yield from self.close()
         self._num_calls += call is not None
-        self._open = Block(kind, self._num_blocks, self._num_calls, call)
+        self._open = AnswerBlock(kind, self._num_blocks, self._num_calls, call)
         self._num_blocks += 1
         yield "opens", self._open, ""

@@ -15,7 +15,7 @@ from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import num_prompt_tokens, prepare_turn
 from .generation import Delta, Generation, Sample
-from .growth import Block, Change, Growth
+from .growth import AnswerBlock, BlockChange, Growth
 from .messages_protocol import (
     AnthropicAnswer,
     CountTokensRequest,
@@ -119,7 +119,7 @@ class _MessagesAnswer(Answer):
             elif delta.finish_reason == "stop" and delta.num_calls:
                 self._stop_reason = "tool_use"
 
-    def _changed(self, change: Change) -> Event:
+    def _changed(self, change: BlockChange) -> Event:
         how, block, text = change
         if how == "opens":
             self._content.append(self._begun(block))
@@ -133,7 +133,7 @@ class _MessagesAnswer(Answer):
         content |= {name: block.text} if block.call is None else {"input": object_of(block.text)}
         return "content_block_stop", {"index": block.index}
 
-    def _begun(self, block: Block) -> dict[str, Any]:
+    def _begun(self, block: AnswerBlock) -> dict[str, Any]:
         if block.kind == "text":
             return {"type": "text", "text": ""}
         if block.kind == "reasoning":

@@ -144,7 +144,7 @@ def _block_kind(value: object) -> str | None:
     return f"<{kind}>" if kind in BLOCKS else None
 
 
-Block = Annotated[
+ContentBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[DocumentBlock, Tag("<document>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
@@ -158,7 +158,7 @@ Block = Annotated[
         "supported",
     ),
 ]
-Blocks = TypeAliasType("Blocks", Annotated[list[Block], FailFast()])
+Blocks = TypeAliasType("Blocks", Annotated[list[ContentBlock], FailFast()])
 
 
 class AnthropicMessage(APIRequest):
@@ -170,7 +170,7 @@ class AnthropicMessage(APIRequest):
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
-        said: list[Block] = []  # since the last result
+        said: list[ContentBlock] = []  # since the last result
         for block in self.content:
             if not isinstance(block, ToolResultBlock):
                 said.append(block)
@@ -186,7 +186,7 @@ class AnthropicMessage(APIRequest):
         if said or not self.content:
             yield self._turn(said)
 
-    def _turn(self, blocks: list[Block]) -> dict[str, Any]:
+    def _turn(self, blocks: list[ContentBlock]) -> dict[str, Any]:
         turn: dict[str, Any] = {
             "role": self.role,
             "content": "\n".join(

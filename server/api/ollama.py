@@ -24,7 +24,7 @@ from .chat_protocol import ChatCompletionRequest
 from .chat_turn import prepare_turn
 from .completions import prepare_completion
 from .generation import Delta, Generation, Sample
-from .growth import Change, Growth
+from .growth import BlockChange, Growth
 from .ollama_protocol import (
     FIELDS,
     OllamaChatRequest,
@@ -173,7 +173,7 @@ class _OllamaAnswer(Answer):
         }
 
 
-def _said(changes: Iterator[Change]) -> Iterator[dict[str, Any]]:
+def _said(changes: Iterator[BlockChange]) -> Iterator[dict[str, Any]]:
     """Text as it comes, and calls as a whole."""
     for how, block, text in changes:
         if block.call is None and text:

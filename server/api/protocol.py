@@ -13,7 +13,7 @@ from ..base.fields import (
     MAX_CACHE_SALT_CHARS,
     MAX_LOGITS_PROCESSORS,
     APIRequest,
-    BadWords,
+    BadWordList,
     Int,
     LogitBias,
     LogprobTokenIds,
@@ -47,14 +47,14 @@ class Speculation(APIRequest):
     trace: bool = False  # report the drafts of each step, and which were accepted
 
 
-class Prediction(APIRequest):
+class PredictedContent(APIRequest):
     """What the client expects of the answer. Drafts are taken from it: it changes no answer."""
 
     type: Literal["content"]
     content: TextOr[TextParts]
 
 
-class LogitsProcessor(APIRequest):
+class NamedProcessor(APIRequest):
     """A processor that the operator has registered, and its arguments."""
 
     model_config = ConfigDict(extra="forbid")
@@ -70,7 +70,7 @@ def _by_name(value: object) -> object:
 LogitsProcessors = TypeAliasType(
     "LogitsProcessors",
     Annotated[
-        list[Annotated[LogitsProcessor, BeforeValidator(_by_name)]],
+        list[Annotated[NamedProcessor, BeforeValidator(_by_name)]],
         FailFast(),
         Field(max_length=MAX_LOGITS_PROCESSORS),
     ],
@@ -93,7 +93,7 @@ class SamplingFields(Body):
     repetition_penalty: float = Field(default=1.0, gt=0)
     logit_bias: LogitBias = Field(default_factory=dict)
     allowed_token_ids: TokenIds | None = None
-    bad_words: BadWords = Field(default_factory=list)
+    bad_words: BadWordList = Field(default_factory=list)
     min_tokens: Int = Field(default=0, ge=0)
     logits_processors: LogitsProcessors = Field(default_factory=list)
     structured_outputs: StructuredOutputs | None = None
@@ -113,7 +113,7 @@ class ChoiceFields(SamplingFields):
     """The fields that completions and chats share; both are answered with choices."""
 
     n: Int = Field(default=1, ge=1)
-    prediction: Prediction | None = None
+    prediction: PredictedContent | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     stop: Stop = Field(default_factory=list)

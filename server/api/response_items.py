@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..text.message_format import MessageFormat
-from ..text.message_parser import Part
+from ..text.message_parser import MessagePart
 from .answer import Event
-from .growth import Block, Growth
-from .responses_protocol import Status
+from .growth import AnswerBlock, Growth
+from .responses_protocol import ResponseStatus
 
 # By the type of an item: what the events about its text are named after, and the text's field.
 TEXTS = {
@@ -31,7 +31,7 @@ class OutputItems:
         self._item: dict[str, Any] = {}  # the item that is still growing
         self._logprobs: list[dict[str, Any]] = []  # of the growing item's text
 
-    def add(self, part: Part, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+    def add(self, part: MessagePart, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         """`logprobs` are those of the part's tokens: none, unless it is text of a message."""
         for how, block, text in self._growth.add(part):
             if how == "opens":
@@ -41,12 +41,12 @@ class OutputItems:
             else:
                 yield from self._close(block, "completed")
 
-    def close(self, status: Status) -> Iterator[Event]:
+    def close(self, status: ResponseStatus) -> Iterator[Event]:
         """Complete the growing item."""
         for _, block, _ in self._growth.close():
             yield from self._close(block, status)
 
-    def _open(self, block: Block) -> Iterator[Event]:
+    def _open(self, block: AnswerBlock) -> Iterator[Event]:
         self._item, self._logprobs = self._begun(block), []
         parts = self._item.get("content", [])
         shown = self._item | ({"content": []} if parts else {})
@@ -61,7 +61,7 @@ class OutputItems:
             delta["logprobs"] = logprobs
         return f"response.{TEXTS[self._item['type']][0]}.delta", self._place() | delta
 
-    def _close(self, block: Block, status: Status) -> Iterator[Event]:
+    def _close(self, block: AnswerBlock, status: ResponseStatus) -> Iterator[Event]:
         item, place = self._item, self._place()
         name, field = TEXTS[item["type"]]
         said: dict[str, Any] = {field: block.text}
@@ -82,7 +82,7 @@ class OutputItems:
         place = {"item_id": self._item["id"], "output_index": len(self.items)}
         return place | {"content_index": 0} if "content" in self._item else place
 
-    def _begun(self, block: Block) -> dict[str, Any]:
+    def _begun(self, block: AnswerBlock) -> dict[str, Any]:
         item: dict[str, Any]
         if block.kind == "reasoning":
             item = {"id": _new_id("rs"), "type": "reasoning", "summary": []}

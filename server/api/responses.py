@@ -22,7 +22,7 @@ from ..base.json_text import json_text
 from ..base.off_loop import off_loop
 from ..base.request_key import request_key
 from ..base.streaming import obfuscation, server_sent
-from ..text.message_parser import Part, Text
+from ..text.message_parser import MessagePart, Text
 from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import num_prompt_tokens, prepare_turn
@@ -36,8 +36,8 @@ from .responses_protocol import (
     OutputTokensDetails,
     ResponseObject,
     ResponsesRequest,
+    ResponseStatus,
     ResponseUsage,
-    Status,
 )
 from .service import Service
 from .stored_responses import Keeper, earlier_items
@@ -123,7 +123,7 @@ class _ResponsesAnswer(Answer):
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created_at = int(time.time())
         self._in_background = body.background
-        self._status: Status = "queued" if body.background else "in_progress"
+        self._status: ResponseStatus = "queued" if body.background else "in_progress"
         self._error: dict[str, Any] | None = None
         self._num_events = 0
 
@@ -182,7 +182,7 @@ class _ResponsesAnswer(Answer):
         if self._status in ("queued", "in_progress"):
             self._cut_off("cancelled")
 
-    def _cut_off(self, status: Status) -> None:
+    def _cut_off(self, status: ResponseStatus) -> None:
         """What is there of the output stays."""
         self._status = status
         deque(self._items.close("incomplete"), maxlen=0)
@@ -224,7 +224,7 @@ class _ResponsesAnswer(Answer):
         num_logprobs = self._num_completion_tokens if self._with_logprobs else 0
         return num_logprobs + len(self._steps)
 
-    def _logprobs(self, part: Part) -> list[dict[str, Any]]:
+    def _logprobs(self, part: MessagePart) -> list[dict[str, Any]]:
         """Those of the tokens that a text came from; earlier tokens have no text of their own."""
         entries: list[dict[str, Any]] = []
         if not isinstance(part, Text):

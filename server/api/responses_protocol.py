@@ -216,7 +216,7 @@ class ResponseUsage(APIResponse):
     total_tokens: int
 
 
-Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class ResponseObject(APIResponse):
@@ -226,7 +226,7 @@ class ResponseObject(APIResponse):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Status
+    status: ResponseStatus
     background: bool
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None

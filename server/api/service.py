@@ -40,7 +40,7 @@ from .sampling_defaults import SamplingDefaults
 
 VERSION = importlib.metadata.version("outrider")
 # Longer texts are tokenized one at a time: each takes a hundred times its size in memory.
-LARGE_CHARS = 2**18
+HUGE_CHARS = 2**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +179,7 @@ class Service:
             ]
 
         num_chars = sum(map(len, prompts))
-        if num_chars < LARGE_CHARS:
+        if num_chars < HUGE_CHARS:
             return await off_loop(num_chars, encode)
         async with self.large_texts:
             try:

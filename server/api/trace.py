@@ -9,7 +9,7 @@ from .protocol import DraftedToken, TokenKind, TracedStep, TracedToken
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TraceStep:
     """One step of one sequence, in token ids."""
 
     number: int  # 1 is the sequence's first

@@ -9,7 +9,7 @@ from typing_extensions import TypeAliasType
 from .fields import APIRequest
 
 
-class Part(Protocol):
+class HasText(Protocol):
     @property
     def text(self) -> str: ...
 
@@ -34,7 +34,7 @@ TextOr = Annotated[
 ]
 
 
-def text_of(content: str | Iterable[Part]) -> str:
+def text_of(content: str | Iterable[HasText]) -> str:
     """The content as one text, which every chat template of a text model can take."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 

@@ -32,7 +32,7 @@ def json_bytes(request: HTTPConnection) -> int:
     return num_bytes
 
 
-class Budget:
+class HeldBudget:
     """What all requests together, and each of them, may hold."""
 
     def __init__(self, max_bytes: int, max_body_bytes: int) -> None:
@@ -65,7 +65,7 @@ class Budget:
 class Held:
     """What one request holds of the budget; `request.state.held`."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: HeldBudget) -> None:
         self._budget = budget
         self._bytes = 0
         self.json_bytes = 0  # of JSON that was read for the request

@@ -16,7 +16,7 @@ from .errors import check_folders, give_up
 from .progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from ..evaluation.load import Load
+    from ..evaluation.load import LoadResult
 
 
 def bench_command(
@@ -99,10 +99,10 @@ def bench_command(
         json_file.write_text(json.dumps(about | {"loads": rows}, indent=2) + "\n")
 
 
-def _row(at_once: int, plain: "Load", drafted: "Load") -> dict[str, Any]:
+def _row(at_once: int, plain: "LoadResult", drafted: "LoadResult") -> dict[str, Any]:
     from ..evaluation.load import percentile
 
-    def of(load: "Load") -> dict[str, float]:
+    def of(load: "LoadResult") -> dict[str, float]:
         return {
             "num_requests": len(load.first_token_s),
             "tokens_per_s": load.tokens_per_s,

@@ -73,7 +73,7 @@ def chat_command(
     except RemoteError as error:
         give_up(error, 1)
     options = {"temperature": temperature, "max_completion_tokens": max_tokens, "seed": seed}
-    conversation = Conversation(remote, console, system, options, k)
+    conversation = ChatSession(remote, console, system, options, k)
     console.print(f"{remote.model} at {remote.url}; /help shows what else to type", soft_wrap=True)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (gives `input` a history)
@@ -98,7 +98,7 @@ def reading(progress: dict[str, int]) -> str:
     return f"reading the prompt: {progress['processed']:,} of {progress['total']:,} tokens"
 
 
-class Conversation:
+class ChatSession:
     """The turns so far, and the settings of the next request."""
 
     def __init__(

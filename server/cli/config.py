@@ -27,7 +27,7 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; repeatable."),
 ]
-ModelArgument = Annotated[
+ModelOrConfigArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.distill.recipe import Divergence, Kind, Recipe
+from outrider.distill.recipe import Divergence, DraftKind, Recipe
 
 from .errors import errors_shown
 from .progress import ProgressDisplay
@@ -42,7 +42,7 @@ def distill_command(
         ),
     ] = None,
     kind: Annotated[
-        Kind,
+        DraftKind,
         typer.Option(
             metavar="draft|eagle3|mtp|dflash",
             help="draft: a small model; eagle3: a head over the target's hidden states; mtp: the "

@@ -15,7 +15,7 @@ from rich.console import Console
 from .config import (
     ConfigOption,
     DraftOption,
-    ModelArgument,
+    ModelOrConfigArgument,
     SetOption,
     chosen,
     finite,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def evaluate_command(
-    model: ModelArgument = None,
+    model: ModelOrConfigArgument = None,
     draft: DraftOption = None,
     config: ConfigOption = None,
     temperature: Annotated[

@@ -9,7 +9,14 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from .config import ConfigOption, DraftOption, ModelArgument, SetOption, chosen, settings_or_exit
+from .config import (
+    ConfigOption,
+    DraftOption,
+    ModelOrConfigArgument,
+    SetOption,
+    chosen,
+    settings_or_exit,
+)
 from .errors import errors_shown
 from .progress import ProgressDisplay
 
@@ -19,7 +26,7 @@ if TYPE_CHECKING:
 
 def run_batch_command(
     *,
-    model: ModelArgument = None,
+    model: ModelOrConfigArgument = None,
     draft: DraftOption = None,
     input_file: Annotated[
         str,

@@ -7,7 +7,14 @@ import typer
 
 from ..config.flags import flag_names
 from ..config.settings import looks_like_path
-from .config import ConfigOption, DraftOption, ModelArgument, SetOption, chosen, settings_or_exit
+from .config import (
+    ConfigOption,
+    DraftOption,
+    ModelOrConfigArgument,
+    SetOption,
+    chosen,
+    settings_or_exit,
+)
 from .errors import give_up
 from .setting_flags import DRAFT, with_setting_flags
 
@@ -27,7 +34,7 @@ Examples:
 
 
 def _serve(
-    model: ModelArgument = None,
+    model: ModelOrConfigArgument = None,
     draft: DraftOption = None,
     no_draft: Annotated[
         bool,

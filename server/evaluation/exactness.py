@@ -19,7 +19,7 @@ _NOT_PROMISED = (
 )
 _BROKEN = "This target promises that there is none: please report it."
 # (token id, its logprob) of each token
-Answer = list[tuple[int, float]]
+AnswerTokens = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,9 @@ def check(
 
 def _answers(
     engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
-) -> list[Answer]:
+) -> list[AnswerTokens]:
     """The answers to requests that are submitted together, as many at a time as there are slots."""
-    answers: list[Answer] = [[] for _ in prompts]
+    answers: list[AnswerTokens] = [[] for _ in prompts]
     num_seats = engine.info.max_num_seqs
     for first in range(0, len(prompts), num_seats):
         engine.submit(
@@ -118,7 +118,7 @@ def _answers(
 
 
 def _difference(
-    where: tuple[str, int, float, str], expected: Answer, got: Answer
+    where: tuple[str, int, float, str], expected: AnswerTokens, got: AnswerTokens
 ) -> list[Difference]:
     """The first difference, if there is any."""
     if expected == got:

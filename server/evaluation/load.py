@@ -26,7 +26,7 @@ DRAFTED: dict[str, Any] = {"metrics": True}
 
 
 @dataclass(slots=True)
-class Load:
+class LoadResult:
     """The result for one number of concurrent requests, over all rounds."""
 
     seconds: float = 0.0
@@ -62,14 +62,14 @@ async def measure_load(
     temperature: float,
     k: int | None,
     counted: Callable[[int, int], None],
-) -> tuple[Load, Load]:
+) -> tuple[LoadResult, LoadResult]:
     """Measure without and with drafts, in alternating rounds, so that both run in the same minutes.
     The first round of each is not counted: in it the server learns what a step costs.
 
     `counted` is called with (requests done, requests in all). Raises RemoteError.
     """
     prompts = [text for texts in zip(*held_out_prompts().values(), strict=False) for text in texts]
-    plain, drafted = Load(), Load()
+    plain, drafted = LoadResult(), LoadResult()
     with_drafts = DRAFTED if k is None else DRAFTED | {"num_speculative_tokens": k}
     limits = httpx.Limits(max_connections=concurrency)
     total, done = 2 * (rounds + 1) * requests_per_round, 0
@@ -77,7 +77,7 @@ async def measure_load(
         for number in range(rounds + 1):
             for load, speculation in ((plain, PLAIN), (drafted, with_drafts)):
                 todo = iter(range(requests_per_round))
-                into = load if number else Load()
+                into = load if number else LoadResult()
 
                 async def work() -> None:
                     nonlocal done
@@ -101,7 +101,9 @@ async def measure_load(
     return plain, drafted
 
 
-async def _ask(client: httpx.AsyncClient, remote: Remote, body: dict[str, Any], load: Load) -> None:
+async def _ask(
+    client: httpx.AsyncClient, remote: Remote, body: dict[str, Any], load: LoadResult
+) -> None:
     started_s, first_s, last_s = time.perf_counter(), 0.0, 0.0
     num_tokens = 0
     try:

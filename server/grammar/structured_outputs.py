@@ -23,7 +23,7 @@ from ..base.errors import (
 from ..base.fields import APIRequest
 from ..base.off_loop import off_loop
 
-MAX_REASON_CHARS = 300
+MAX_GRAMMAR_ERROR_CHARS = 300
 _SOURCE_LINE = re.compile(r"^ *(\d+ \| .*|\^)$", re.MULTILINE)
 # JSON may be indented, but a model that is at a loss would print white space for ever: so a line
 # break comes first, and no second one.
@@ -252,4 +252,4 @@ def _cannot_follow(param: str, reason: str) -> APIError:
     """400, with the library's reason, but without its copy of the grammar."""
     said = " ".join(_SOURCE_LINE.sub("", reason).split())
     summary = f"{param} cannot be followed"
-    return invalid_value(param, f"{summary}: {cut(said, MAX_REASON_CHARS)}", reason=summary)
+    return invalid_value(param, f"{summary}: {cut(said, MAX_GRAMMAR_ERROR_CHARS)}", reason=summary)

@@ -75,7 +75,7 @@ from ..text.tokenizer import Tokenizer
 from . import unmet
 from .api_keys import ApiKeys
 from .bodies import Bodies
-from .head import Head
+from .head import HeadRequests
 from .hosts import Hosts
 from .info import add_info_route
 from .loads import add_load_routes
@@ -164,7 +164,7 @@ def create_app(
     if settings.ui:
         add_ui(api)
 
-    served = Head(api)
+    served = HeadRequests(api)
     app: ASGIApp = Bodies(
         served,
         max_body_bytes=settings.max_body_bytes,

@@ -16,8 +16,8 @@ from outrider.engine.processes.client import EngineClient, EngineUnavailableErro
 
 BUSY, UNAVAILABLE = 429, 503
 RETRY_S = 0.5
-STREAMING = ("/api/chat", "/api/generate")  # Ollama's routes stream unless told not to
-MAX_REASON_CHARS = 300
+STREAMING = ("/api/chat", "/api/generate")  # Ollama's routes stream unless asked not to
+MAX_LINE_ERROR_CHARS = 300
 
 
 class BatchLine(BaseModel):
@@ -132,7 +132,7 @@ async def _reply(
 
 
 def _invalid_line(message: str) -> dict[str, str]:
-    return {"code": "invalid_line", "message": message[:MAX_REASON_CHARS]}
+    return {"code": "invalid_line", "message": message[:MAX_LINE_ERROR_CHARS]}
 
 
 def _id_of(line: bytes) -> str | None:

@@ -6,7 +6,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..base.errors import APIError
-from ..base.held import Budget, Held
+from ..base.held import Held, HeldBudget
 
 
 class Bodies:
@@ -19,7 +19,7 @@ class Bodies:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
-        self._budget = Budget(max_bytes, max_body_bytes)
+        self._budget = HeldBudget(max_bytes, max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         declared = Headers(scope=scope).get("content-length", "0")

@@ -61,7 +61,7 @@ class Unsent:
         self.num_bytes = 0
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """Uvicorn's protocol, with limits."""
 
     unsent = Unsent(2**63)  # of all connections
@@ -243,9 +243,9 @@ class Connection(HttpToolsProtocol):
         """Abort those that have not read MIN_READ_BYTES for the longest, and of such as are equal
         those that have the most to read, until the rest is within the budget. One may be beyond it
         alone: answers have a limit of their own."""
-        late: list[Connection] = []
+        late: list[HttpConnection] = []
         for other in self.connections:
-            assert isinstance(other, Connection)
+            assert isinstance(other, HttpConnection)
             other._note_unsent(other.transport.get_write_buffer_size())
             if other._unsent_bytes:
                 late.append(other)
@@ -261,7 +261,7 @@ class Connection(HttpToolsProtocol):
         idle = [
             (other._deadline_s, id(other), other)
             for other in self.connections - {self}
-            if isinstance(other, Connection) and other._deadline_s is not None
+            if isinstance(other, HttpConnection) and other._deadline_s is not None
         ]
         if idle:
             *_, other = min(idle)

@@ -5,7 +5,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
-class Head:
+class HeadRequests:
     """Answer HEAD with the head of what GET answers; a stream ends at once."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -22,7 +22,7 @@ from ..config.server_settings import ServerSettings
 from ..models.prepare import Prepared
 from ..text.tokenizer import Tokenizer
 from .app import create_app
-from .connection import KEEP_ALIVE_S, Connection, Unsent
+from .connection import KEEP_ALIVE_S, HttpConnection, Unsent
 from .middleware import EarlyAnswer, Gate
 
 log = logging.getLogger("outrider.server")
@@ -80,7 +80,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 EarlyAnswer(app),
-                http=type("Connection", (Connection,), limits),
+                http=type("HttpConnection", (HttpConnection,), limits),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -114,7 +114,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % SWEEP_TICKS == 0:
             for connection in list(self.server_state.connections):
-                assert isinstance(connection, Connection)
+                assert isinstance(connection, HttpConnection)
                 connection.sweep(self._loop.time())
         return await super().on_tick(counter)
 

@@ -30,7 +30,7 @@ log = logging.getLogger("outrider.server.requests")
 
 LINGER_S = 1.0
 LINGER_BYTES = 4 * 1024 * 1024
-MAX_REASON_CHARS = 500
+MAX_LOGGED_REASON_CHARS = 500
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -129,7 +129,7 @@ class Observe:
                 "duration_s": round(duration_s, 6),
             }
             if reason := scope["state"].get("reason"):
-                facts["reason"] = cut(reason, MAX_REASON_CHARS)
+                facts["reason"] = cut(reason, MAX_LOGGED_REASON_CHARS)
             if facts_of := scope["state"].get("facts"):
                 facts |= facts_of()
                 self._metrics.observe(facts)

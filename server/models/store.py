@@ -23,7 +23,7 @@ class ModelError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredModel:
     """A model in the store."""
 
     source: str
@@ -58,14 +58,14 @@ def _models() -> Path:
     return home() / "models"
 
 
-def entries() -> dict[str, Entry]:
+def entries() -> dict[str, StoredModel]:
     """Every complete model of the store, by name."""
     found = {}
     for manifest in sorted(_models().glob(f"*/{MANIFEST}")):
         if not manifest.parent.name.startswith("."):
             source = read_json(manifest)["source"]
             size_bytes = sum(file.stat().st_size for file in manifest.parent.iterdir())
-            found[manifest.parent.name] = Entry(source, size_bytes)
+            found[manifest.parent.name] = StoredModel(source, size_bytes)
     return found
 
 

@@ -119,7 +119,7 @@ _DSML_TAGS = Tags(
 ANSWER = CallFormat(at_start=True)  # no calls
 LIST = CallFormat(open=("[",), heads=(_json_head(),), at_start=True)
 # In this order: the first one that a chat template shows is used.
-FORMATS: dict[str, CallFormat] = {
+CALL_FORMATS: dict[str, CallFormat] = {
     "harmony": CallFormat(
         shown_by=("<|channel|>", "<|message|>"),
         model_types=("gpt_oss",),
@@ -246,8 +246,10 @@ def shown_format(chat_template: str, model_type: str = "") -> str | None:
     """The name of the first format whose marks are all in the template; else that of the model's
     type."""
     return _first(
-        name for name, f in FORMATS.items() if all(mark in chat_template for mark in f.shown_by)
-    ) or _first(name for name, f in FORMATS.items() if model_type in f.model_types)
+        name
+        for name, f in CALL_FORMATS.items()
+        if all(mark in chat_template for mark in f.shown_by)
+    ) or _first(name for name, f in CALL_FORMATS.items() if model_type in f.model_types)
 
 
 def shown_thoughts(chat_template: str) -> Thoughts | None:

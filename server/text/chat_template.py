@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from ..base.errors import cut
 
-MAX_REASON_CHARS = 400
+MAX_TEMPLATE_ERROR_CHARS = 400
 
 
 class ChatTemplateError(ValueError):
@@ -91,7 +91,7 @@ class ChatTemplate:
                 **(self._special_tokens | variables),
             )
         except Exception as error:  # the template's code may raise anything
-            raise ChatTemplateError(cut(error, MAX_REASON_CHARS)) from error
+            raise ChatTemplateError(cut(error, MAX_TEMPLATE_ERROR_CHARS)) from error
         texts, _ = rendered
         return cast(str, texts[0])
 

@@ -9,7 +9,7 @@ import math
 import re
 
 from .call_stream import MAX_HEAD_CHARS, CallArguments, CallStart, start_of_tail
-from .message_parser import MessageParser, Part, Text
+from .message_parser import MessageParser, MessagePart, Text
 from .tool_calls import Tools, calls_of_field
 
 START, MESSAGE = "<|start|>", "<|message|>"
@@ -41,8 +41,8 @@ class HarmonyParser(MessageParser):
         self.num_read = 0
         self.reasoning = [(0, math.inf)] if self._is_reasoning and not self._in_header else []
 
-    def push(self, text: str) -> list[Part]:
-        text, at, parts = self._unread + text, 0, list[Part]()
+    def push(self, text: str) -> list[MessagePart]:
+        text, at, parts = self._unread + text, 0, list[MessagePart]()
         before = None
         while before != (at, self._in_header):
             before = at, self._in_header
@@ -52,7 +52,7 @@ class HarmonyParser(MessageParser):
         self.num_read = max(0, self._at)
         return parts
 
-    def flush(self, hidden: str = "") -> list[Part]:
+    def flush(self, hidden: str = "") -> list[MessagePart]:
         text, self._unread = self._unread, ""
         self._at += len(text)
         self.num_read = max(0, self._at)
@@ -86,7 +86,7 @@ class HarmonyParser(MessageParser):
         self._in_header, self._is_empty = False, True
         return end
 
-    def _body(self, text: str, at: int, parts: list[Part]) -> int:
+    def _body(self, text: str, at: int, parts: list[MessagePart]) -> int:
         mark = _END.search(text, at)
         end = mark.start() if mark else at + start_of_tail(text[at:], _ENDS)
         parts += self._text(text[at:end], self._at + end)
@@ -99,20 +99,20 @@ class HarmonyParser(MessageParser):
             self._end_reasoning(self._at + after)
         return after
 
-    def _text(self, text: str, end: int) -> list[Part]:
+    def _text(self, text: str, end: int) -> list[MessagePart]:
         if self._name is not None:
             text = text.lstrip() if self._is_empty else text
             start = self._start_of_call() if text else []
             return [*start, CallArguments(text)] if text else []
         return [Text(text, reasoning=self._is_reasoning, end=end)] if text else []
 
-    def _start_of_call(self) -> list[Part]:
+    def _start_of_call(self) -> list[MessagePart]:
         if self._name is None or not self._is_empty:
             return []
         self._is_empty = False
         return [CallStart(self._name)]
 
-    def _empty_call(self) -> list[Part]:
+    def _empty_call(self) -> list[MessagePart]:
         """A call that ends without arguments."""
         start = self._start_of_call()
         return [*start, CallArguments("{}")] if start else []

@@ -9,7 +9,7 @@ from typing import Any
 from ..config.server_settings import ServerSettings, ToolCallFormat
 from .call_formats import (
     ANSWER,
-    FORMATS,
+    CALL_FORMATS,
     LIST,
     THOUGHTS,
     CallFormat,
@@ -57,17 +57,17 @@ class MessageFormat:
     ) -> None:
         shown = shown_format(chat_template, model_type) or "none"
         self._template = response_template if name == "auto" else None
-        if self._template is not None and _opens_calls(self._template, FORMATS.get(shown)):
+        if self._template is not None and _opens_calls(self._template, CALL_FORMATS.get(shown)):
             self._template = None  # ours reports the same calls while they are written
         chosen = shown if name == "auto" else name
         self.name = chosen if self._template is None else "as the model's response template says"
-        self._format = FORMATS.get(chosen) if self._template is None else None
+        self._format = CALL_FORMATS.get(chosen) if self._template is None else None
         # Also the markers of calls that are not to be read: they stay in the text.
-        forms = filter(None, (self._format, FORMATS.get(shown)))
+        forms = filter(None, (self._format, CALL_FORMATS.get(shown)))
         self._markers = tuple(mark for form in forms for mark in form.markers)
         self._thoughts = shown_thoughts(chat_template) or THOUGHTS[0]
         # Even if no calls are read, this format has messages in place of markers.
-        self._has_channels = (self._format or FORMATS.get(shown)) is FORMATS["harmony"]
+        self._has_channels = (self._format or CALL_FORMATS.get(shown)) is CALL_FORMATS["harmony"]
         shows = shows_reasoning(chat_template, self._template) or self._has_channels
         self.has_reasoning = shows if reasoning is None else reasoning
 
@@ -130,7 +130,9 @@ class MessageFormat:
         if self._template is not None or not self.has_reasoning:
             return None
         if self._has_channels:
-            known = are_tokens(FORMATS["harmony"].markers) and prompt.endswith("<|start|>assistant")
+            known = are_tokens(CALL_FORMATS["harmony"].markers) and prompt.endswith(
+                "<|start|>assistant"
+            )
             return ThoughtsFirst(channels=True) if known else None
         is_over = prompt[-_MAX_OPENING_CHARS:].rstrip().endswith(self._thoughts.close)
         if not begun and (is_over or continues):

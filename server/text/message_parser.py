@@ -40,7 +40,7 @@ class Text:
     end: int = field(default=0, compare=False)  # in the answer, in characters
 
 
-Part = Text | CallPart
+MessagePart = Text | CallPart
 # Text that may stand between two calls, and after the last.
 _SEPARATORS = " \t\r\n]},;"
 
@@ -75,10 +75,10 @@ class MessageParser(ABC):
         self._after_call = False
 
     @abstractmethod
-    def push(self, text: str) -> list[Part]: ...
+    def push(self, text: str) -> list[MessagePart]: ...
 
     @abstractmethod
-    def flush(self, hidden: str = "") -> list[Part]:
+    def flush(self, hidden: str = "") -> list[MessagePart]:
         """The rest, at the end of the text. It ended before a stop: `hidden` is how that begins."""
 
     def _begin_reasoning(self, at: int) -> None:
@@ -87,7 +87,7 @@ class MessageParser(ABC):
     def _end_reasoning(self, at: int) -> None:
         self.reasoning[-1] = (self.reasoning[-1][0], at)
 
-    def _called(self, value: Any, written: str) -> list[Part]:
+    def _called(self, value: Any, written: str) -> list[MessagePart]:
         """The calls in `value`; without any, `written` is content."""
         try:
             calls = self._calls(value, self._tools)
@@ -98,13 +98,13 @@ class MessageParser(ABC):
             part for call in calls for part in (CallStart(call.name), CallArguments(call.arguments))
         ]
 
-    def _content(self, text: str) -> list[Part]:
+    def _content(self, text: str) -> list[MessagePart]:
         if self._after_call and (not text or text.isspace()):
             self._blanks.append(text)
             return []
         return self._with_blanks(text)
 
-    def _with_blanks(self, text: str, *, num_unread: int = 0) -> list[Part]:
+    def _with_blanks(self, text: str, *, num_unread: int = 0) -> list[MessagePart]:
         """The text after the blanks that were held back; `num_unread` characters follow it."""
         text, self._blanks, self._after_call = "".join([*self._blanks, text]), [], False
         return [Text(text, end=self.num_read - num_unread)] if text else []
@@ -166,10 +166,10 @@ class MarkerParser(MessageParser):
         self._stream: CallStream | None = None
         self._tail = ""  # text that may be the beginning of a marker
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[MessagePart]:
         return self._read(text, ended=False)
 
-    def flush(self, hidden: str = "") -> list[Part]:
+    def flush(self, hidden: str = "") -> list[MessagePart]:
         is_cut_off = self._after_call and any(mark.startswith(self._tail) for mark in self._open)
         if is_cut_off or self._is_marker(self._tail, hidden):
             self._tail = ""
@@ -178,7 +178,7 @@ class MarkerParser(MessageParser):
             parts += self._end_call("")
         return parts if self._after_call else [*parts, *self._with_blanks("")]
 
-    def _read(self, text: str, *, ended: bool) -> list[Part]:
+    def _read(self, text: str, *, ended: bool) -> list[MessagePart]:
         text, self._tail = self._tail + text, ""
         if self._state is _State.START:
             num_given, text = len(text), self._begin(text, ended=ended)
@@ -186,7 +186,7 @@ class MarkerParser(MessageParser):
             if self._state is _State.START:
                 self._tail = text
                 return []
-        parts, at, start = list[Part](), 0, self.num_read
+        parts, at, start = list[MessagePart](), 0, self.num_read
         for marker in self._pattern.finditer(text):
             if marker[0] in self._ends[self._state]:
                 self.num_read = start + marker.start()
@@ -237,7 +237,7 @@ class MarkerParser(MessageParser):
             self._state = _State.CONTENT
         return said
 
-    def _add(self, text: str) -> list[Part]:
+    def _add(self, text: str) -> list[MessagePart]:
         if not text:
             return []
         if self._state is _State.CALL:
@@ -246,7 +246,7 @@ class MarkerParser(MessageParser):
             return [Text(text, reasoning=True, end=self.num_read)]
         return self._content(text)
 
-    def _turn(self, marker: str) -> list[Part]:
+    def _turn(self, marker: str) -> list[MessagePart]:
         if self._state is _State.CALL:
             self._state = _State.CONTENT
             return self._end_call(marker)
@@ -259,7 +259,7 @@ class MarkerParser(MessageParser):
         self._state = _State.CALL
         return self._add_to_call(marker)
 
-    def _add_to_call(self, text: str) -> list[Part]:
+    def _add_to_call(self, text: str) -> list[MessagePart]:
         assert self._form is not None  # only a format opens calls
         if self._stream is None:
             self._stream = call_stream(self._form, self._tools, text)
@@ -268,10 +268,12 @@ class MarkerParser(MessageParser):
             self._call.append(text)
         return [*parts]
 
-    def _end_call(self, marker: str) -> list[Part]:
+    def _end_call(self, marker: str) -> list[MessagePart]:
         stream, self._stream = self._stream, None
         written, self._call = "".join(self._call), []
-        parts: list[Part] = [*stream.finish(closed=bool(marker))] if stream is not None else []
+        parts: list[MessagePart] = (
+            [*stream.finish(closed=bool(marker))] if stream is not None else []
+        )
         assert self._form is not None  # only a format opens calls
         if stream is None or not stream.begun:
             # The first call of an answer may be none; another one has been cut off.
@@ -287,7 +289,7 @@ class MarkerParser(MessageParser):
             parts += self._called(rest, rest)
         return parts
 
-    def _content(self, text: str) -> list[Part]:
+    def _content(self, text: str) -> list[MessagePart]:
         if not self._may_call_within:
             return super()._content(text)
         said = text.rstrip()

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 from .call_stream import MAX_HEAD_CHARS, CallArguments, CallStart
-from .message_parser import MessageParser, Part, Text
+from .message_parser import MessageParser, MessagePart, Text
 from .tokenizer import INCOMPLETE
 from .tool_calls import calls_of_field
 
@@ -48,7 +48,7 @@ class MessageReader:
         """Whether it can separate calls or reasoning from content."""
         return self._parser is not None
 
-    def read(self, text: str, *, ended: bool, hidden: str = "") -> list[Part]:
+    def read(self, text: str, *, ended: bool, hidden: str = "") -> list[MessagePart]:
         """The parts that this text adds; `ended` if it is the last. `hidden` as in `flush`."""
         if self._parser is None:
             self._num_chars += len(text)
@@ -74,7 +74,7 @@ class MessageReader:
             )
         return self._num_reasoning
 
-    def _shown(self, part: Part) -> Part | None:
+    def _shown(self, part: MessagePart) -> MessagePart | None:
         match part:
             case Text():
                 hidden = not self._with_reasoning if part.reasoning else self._calls_only
@@ -105,12 +105,12 @@ class RawCall(MessageParser):
         self._name = name
         self._begun = False
 
-    def push(self, text: str) -> list[Part]:
-        start: list[Part] = [] if self._begun or not text else [CallStart(self._name)]
+    def push(self, text: str) -> list[MessagePart]:
+        start: list[MessagePart] = [] if self._begun or not text else [CallStart(self._name)]
         self._begun |= bool(text)
         return [*start, CallArguments(text)] if text else []
 
-    def flush(self, hidden: str = "") -> list[Part]:
+    def flush(self, hidden: str = "") -> list[MessagePart]:
         return []
 
 

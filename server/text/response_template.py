@@ -15,7 +15,7 @@ from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS, par
 
 from outrider.kernels.reached import check_reached
 
-from .message_parser import REASONING_FIELDS, MessageParser, Part, Text
+from .message_parser import REASONING_FIELDS, MessageParser, MessagePart, Text
 from .tool_calls import NOT_A_CALL, Tools, calls_of_field
 
 log = logging.getLogger(__name__)
@@ -61,17 +61,17 @@ class TemplateParser(MessageParser):
         self._num_unread_chars = 0
         self._num_given = 0  # characters given to the parser
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[MessagePart]:
         self._unread.append(text)
         self._num_unread_chars += len(text)
         return [] if self._num_unread_chars < self._least_chars() else self._read(ended=False)
 
-    def flush(self, hidden: str = "") -> list[Part]:
+    def flush(self, hidden: str = "") -> list[MessagePart]:
         return self._read(ended=True)
 
-    def _read(self, *, ended: bool) -> list[Part]:
+    def _read(self, *, ended: bool) -> list[MessagePart]:
         text, self._unread, self._num_unread_chars = "".join(self._unread), [], 0
-        parts, start = list[Part](), 0
+        parts, start = list[MessagePart](), 0
         while start < len(text):
             end = start + max(MAX_PIECE_CHARS, self._least_chars())
             parts += self._feed(text[start:end])
@@ -83,7 +83,7 @@ class TemplateParser(MessageParser):
         share = self._num_call_chars // 16
         return min(share, MAX_PIECE_CHARS) if self._closes_by_pattern else share
 
-    def _feed(self, text: str | None) -> list[Part]:
+    def _feed(self, text: str | None) -> list[MessagePart]:
         """One piece, or the end."""
         parser = self._parser
         self._num_given += len(text or "")
@@ -103,7 +103,7 @@ class TemplateParser(MessageParser):
         self._look_for_reasoning(parser, text)
         return [part for event in events for part in self._parts(event, ended=text is None)]
 
-    def _rest(self, text: str) -> list[Part]:
+    def _rest(self, text: str) -> list[MessagePart]:
         self.num_read = self._num_given
         return [Text(text, end=self.num_read)] if text else []
 
@@ -125,7 +125,7 @@ class TemplateParser(MessageParser):
         if name not in (None, _CALLS) and parser._spec.fields[name].content == "text":
             parser._body = ""  # it has been reported in chunks
 
-    def _parts(self, event: dict[str, Any], *, ended: bool) -> list[Part]:
+    def _parts(self, event: dict[str, Any], *, ended: bool) -> list[MessagePart]:
         field, kind = event["field"], event["type"]
         if field == _CALLS and kind == "region_chunk":
             self._call.append(event["text"])

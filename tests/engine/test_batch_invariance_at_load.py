@@ -1,4 +1,4 @@
-"""A target proves at load that its rounding does not depend on the batch, or is told or refused."""
+"""A target proves at load that rounding does not depend on the batch, or says that it does."""
 
 import logging
 from pathlib import Path

@@ -20,7 +20,7 @@ from outrider.engine.models.parts.gated_mlp import GatedMLP
 from outrider.engine.models.token_map import TokenMap
 from outrider.engine.models.weights import Linear, Tiles
 from outrider.kernels.cpu import layers
-from outrider.kernels.cpu.packing import Codes, Layout, pack
+from outrider.kernels.cpu.packing import Codes, Layout, pack_tiles
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.rows import BatchRows
 
@@ -45,7 +45,7 @@ def linear(rng: random.Random, num_out: int, num_in: int) -> Linear:
         else:
             codes = Codes((whole & 15).to(torch.uint8), scale / 4, -2 * scale)
     bias = 0.1 * torch.randn(num_out) if rng.random() < 0.3 else None
-    return Linear(Tiles(pack(codes, layout), torch.float32, ""), bias)
+    return Linear(Tiles(pack_tiles(codes, layout), torch.float32, ""), bias)
 
 
 def norm(width: int) -> Norm:

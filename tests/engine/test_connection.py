@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import zmq
 
-from outrider.engine.processes.connection import Connection, Context
+from outrider.engine.processes.connection import Connection, ZmqContext
 
 pytestmark = pytest.mark.anyio
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 10
 
 
 @pytest.fixture
-def context() -> Iterator[Context]:
+def context() -> Iterator[ZmqContext]:
     context = zmq.Context()
     yield context
     context.destroy(linger=0)
@@ -29,7 +29,7 @@ async def until(heard: list[int], count: int) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_sending_waits_for_no_peer(context: Context, tmp_path: Path) -> None:
+async def test_sending_waits_for_no_peer(context: ZmqContext, tmp_path: Path) -> None:
     endpoint, heard = f"ipc://{tmp_path}/socket", list[int]()
     sender = Connection(context, endpoint, DECODER, print, binds=True)
     for i in range(3):
@@ -45,7 +45,7 @@ async def test_sending_waits_for_no_peer(context: Context, tmp_path: Path) -> No
     sender.close()
 
 
-async def test_both_ends_talk_at_the_same_time(context: Context, tmp_path: Path) -> None:
+async def test_both_ends_talk_at_the_same_time(context: ZmqContext, tmp_path: Path) -> None:
     endpoint, numbers = f"ipc://{tmp_path}/socket", list(range(500))
     heard: list[list[int]] = [[], []]
     ends = [
@@ -62,7 +62,7 @@ async def test_both_ends_talk_at_the_same_time(context: Context, tmp_path: Path)
         end.close()
 
 
-async def test_who_hears_may_answer_and_close(context: Context, tmp_path: Path) -> None:
+async def test_who_hears_may_answer_and_close(context: ZmqContext, tmp_path: Path) -> None:
     endpoint, heard = f"ipc://{tmp_path}/socket", list[int]()
 
     def answer(number: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from quantised import quantise
-from rank_group import RankGroup, load, rank_group, whole
+from rank_group import JoinedRanks, load, rank_group, whole
 from tiny_models import Tiny
 
 from outrider.engine.models.shares import Share
@@ -23,7 +23,7 @@ HYBRID = {
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[RankGroup]:
+def ranks() -> Iterator[JoinedRanks]:
     with rank_group(SIZE) as group:
         yield group
 
@@ -39,7 +39,7 @@ def ranks() -> Iterator[RankGroup]:
     ],
 )
 def test_ranks_compute_what_one_process_does(
-    architecture: str, sizes: dict[str, object], tiny_model: Tiny, ranks: RankGroup
+    architecture: str, sizes: dict[str, object], tiny_model: Tiny, ranks: JoinedRanks
 ) -> None:
     path = tiny_model(architecture, seed=1, **SIZES, **sizes)
     ours, theirs = ranks.run(str(path)), whole(path)
@@ -47,7 +47,9 @@ def test_ranks_compute_what_one_process_does(
 
 
 @pytest.mark.deep
-def test_ranks_copy_quantised_kv_heads(tiny_model: Tiny, tmp_path: Path, ranks: RankGroup) -> None:
+def test_ranks_copy_quantised_kv_heads(
+    tiny_model: Tiny, tmp_path: Path, ranks: JoinedRanks
+) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     path = quantise(tiny_model("qwen3", scale=0.1, **SIZES, **sizes), tmp_path, "awq")

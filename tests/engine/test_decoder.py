@@ -94,7 +94,7 @@ def test_an_output_layer_beside_a_tied_embedding_counts_if_it_differs(
 
 
 def test_what_says_nothing_of_the_forward_pass_changes_nothing(tiny_model: Tiny) -> None:
-    told = {
+    stated = {
         "_model_name_or_path": "Any",
         "eos_token_id": [1, 2],
         "bos_token_id": 3,
@@ -102,7 +102,7 @@ def test_what_says_nothing_of_the_forward_pass_changes_nothing(tiny_model: Tiny)
         "rope_theta": 1e4,
         "unsloth_fixed": True,
     }
-    assert isinstance(load(tiny_model("qwen3", tokenizer_class="Any", **told)), Decoder)
+    assert isinstance(load(tiny_model("qwen3", tokenizer_class="Any", **stated)), Decoder)
 
 
 def test_a_window_that_transformers_does_not_read_is_none(tiny_model: Tiny) -> None:
@@ -204,14 +204,14 @@ def test_a_layer_of_another_width_than_its_neighbour_is_refused(
 ) -> None:
     path = own_copy("llama")
     change_tensor(path, "model.layers.0.self_attn.k_proj.weight", torch.randn(shape))
-    told = " x ".join(map(str, shape))
+    stated = " x ".join(map(str, shape))
     with pytest.raises(
         admission.UnsupportedModelError,
-        match=rf"0\.self_attn\.k_proj\.weight is {told}; .* 16 x 32",
+        match=rf"0\.self_attn\.k_proj\.weight is {stated}; .* 16 x 32",
     ):
         load(path)
     with pytest.raises(
-        admission.UnsupportedModelError, match=rf"k_proj\.weight is {told}; .* 16 x 32"
+        admission.UnsupportedModelError, match=rf"k_proj\.weight is {stated}; .* 16 x 32"
     ):
         load(path, quantization="fp8")
 

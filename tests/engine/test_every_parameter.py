@@ -187,9 +187,9 @@ def merged(names: Sequence[str], verification: Verification) -> SamplingParams:
 
 
 def test_every_field_is_here() -> None:
-    told = {name for change in ALONE.values() for name in change}
+    named = {name for change in ALONE.values() for name in change}
     others = {"max_tokens", "seed", "verification"}
-    assert told | others == {field.name for field in fields(SamplingParams)}
+    assert named | others == {field.name for field in fields(SamplingParams)}
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_the_published_configuration_is_known(quantised: Path) -> None:
     del config["rope_parameters"]
     for name in ("swiglu_alpha", "swiglu_limit"):
         config.pop(name, None)
-    told = {
+    stated = {
         "experts_per_token": 3,
         "initial_context_length": 4096,
         "quantization_config": {
@@ -208,7 +208,7 @@ def test_the_published_configuration_is_known(quantised: Path) -> None:
         "router_aux_loss_coef": 0.9,
         "transformers_version": "4.55.0.dev0",
     }
-    file.write_text(json.dumps(config | told))
+    file.write_text(json.dumps(config | stated))
     assert isinstance(load(quantised), Decoder)
 
 
@@ -232,7 +232,7 @@ def test_plain_experts_give_the_logits_of_transformers(
 
 
 def test_a_float32_router_is_one_in_a_model_of_bfloat16(tiny_model: Tiny) -> None:
-    """Two experts that bfloat16 cannot tell apart."""
+    """Two experts that are alike in bfloat16."""
     model = load(tiny_model("glm4_moe"), "bfloat16")
     assert type(model) is Decoder
     mlp = model.blocks[-1].mlp

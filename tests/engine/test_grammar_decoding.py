@@ -467,7 +467,7 @@ def test_ends_where_a_stop_id_may_end_it(tiny_model: Callable[..., Path]) -> Non
 
 
 def test_a_grammar_is_compiled_again_for_another_salt(tiny_model: Callable[..., Path]) -> None:
-    """As with prefixes: otherwise times would tell what other clients ask for."""
+    """As with prefixes: otherwise times would show what other clients ask for."""
     engine = Engine(config(tiny_model))
     params = replace(GREEDY, grammar=OBJECT, max_tokens=1)
     for i, salt in enumerate(["", "a", "b", "a"]):

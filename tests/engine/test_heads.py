@@ -405,7 +405,7 @@ def test_a_head_that_knows_the_next_token_is_always_right(tiny_model: Tiny, tmp_
     tensors = tensors_of(head)
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         tensors[f"midlayer.{name}.weight"].zero_()
-    # Of the states only g_t is left in r, which tells x_t: two tokens on is what row t predicts.
+    # Of the states only g_t is left in r, which shows x_t: two tokens on is what row t predicts.
     tensors["fc.weight"] = torch.cat([torch.eye(32), torch.zeros(32, 64)], 1)
     tensors["norm.weight"] = torch.ones(32)
     tensors["lm_head.weight"][follows[follows]] = embedding

@@ -57,7 +57,7 @@ def test_without_limits_the_machine_counts(groups: Path, own: str | None) -> Non
     assert left == pytest.approx(psutil.virtual_memory().available, rel=0.2)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells by a file")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has it in a file")
 def test_linux_needs_no_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)  # as if it were not installed
     assert importlib.reload(host_memory).available_bytes() > 0

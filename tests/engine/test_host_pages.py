@@ -6,7 +6,7 @@ from tiny_models import DEVICE
 
 from outrider.engine.models import host_pages
 from outrider.engine.models.attention import PagedAttention
-from outrider.engine.models.groups import Group
+from outrider.engine.models.groups import LayerGroup
 from outrider.engine.models.host_pages import HostPages, PinnedHostPages
 from outrider.engine.models.network import PagedLayers
 
@@ -24,8 +24,8 @@ class Layers(PagedLayers):
         return self._attentions
 
 
-def bound(layers: Layers) -> Group:
-    group = Group(None, [(layers, layer) for layer in layers.attentions])
+def bound(layers: Layers) -> LayerGroup:
+    group = LayerGroup(None, [(layers, layer) for layer in layers.attentions])
     group.bind(0, NUM_PAGES, PAGE)
     for k, _ in enumerate(layers.attentions):
         for pages in layers.attentions[k].bound_pages:
@@ -34,7 +34,7 @@ def bound(layers: Layers) -> Group:
     return group
 
 
-def contents(group: Group, pages: list[int]) -> list[torch.Tensor]:
+def contents(group: LayerGroup, pages: list[int]) -> list[torch.Tensor]:
     return [
         of_layer[torch.tensor(pages)].view(torch.uint8).cpu()
         for _, layer in group.layers

@@ -7,7 +7,7 @@ from engine_clients import scripted_config, scripted_request
 from scripted_engine import ScriptedEngine
 
 from outrider.engine.processes import process
-from outrider.engine.processes.messages import FromEngine, Outputs, Shutdown, Submit, ToEngine
+from outrider.engine.processes.messages import FromEngine, Shutdown, StepOutputs, Submit, ToEngine
 
 Heard = list[tuple[bytes, ToEngine]]
 
@@ -37,7 +37,7 @@ class Channel:
         return self._later.pop(0) if wait_s is None else []
 
     def send(self, client: bytes, message: FromEngine) -> bool:
-        if isinstance(message, Outputs):
+        if isinstance(message, StepOutputs):
             self._events += [f"ended {o.request_id}" for o in message.outputs if o.finish_reason]
         return True
 

@@ -1,4 +1,4 @@
-"""What routers are told of the prefix cache, and in what form."""
+"""What routers hear of the prefix cache, and in what form."""
 
 import random
 import time
@@ -65,27 +65,27 @@ def test_each_page_is_published_once_behind_the_page_before_it() -> None:
 
 def test_what_is_published_is_what_can_be_found() -> None:
     memory = DeviceMemory([PagedSpec(1)], [5], PAGE, keeps_events=True)
-    told: set[bytes] = set()
+    announced: set[bytes] = set()
     for start in range(0, 90, 9):
         memory.release(compute(memory, list(range(start, start + 9))))
         for event in memory.events:
             if isinstance(event, PageStored):
-                assert event.page_hash not in told
-                told.add(event.page_hash)
+                assert event.page_hash not in announced
+                announced.add(event.page_hash)
             else:
-                told.remove(event.page_hash)
+                announced.remove(event.page_hash)
         memory.events.clear()
-        assert told == set(memory._groups[0]._page_of_hash)
-    assert told
+        assert announced == set(memory._groups[0]._page_of_hash)
+    assert announced
 
 
 def test_where_layers_keep_states_pages_are_published_in_front_of_them_alone() -> None:
     """And withdrawn with the last state that needs them; a salted prompt's are not published."""
     states = KeptStates(range(100, 103), PAGE, 3 * PAGE)
     memory = DeviceMemory([PagedSpec(1)], [40], PAGE, states=states, keeps_events=True)
-    rng, told, pages_in_front = random.Random(0), set(), {}
+    rng, announced, pages_in_front = random.Random(0), set(), {}
     texts = [[rng.randrange(9) for _ in range(60)] for _ in range(3)]
-    num_told = []
+    num_announced = []
     for _ in range(60):
         text = [*rng.choice(texts)[: rng.randrange(60)], *rng.choice(texts)[: rng.randrange(1, 20)]]
         one = SequenceMemory(text, rng.choice(["", "", "", "salt"]))
@@ -99,16 +99,16 @@ def test_where_layers_keep_states_pages_are_published_in_front_of_them_alone() -
             pages_in_front[page_hash] = one.page_hashes[: i + 1]
         for event in memory.events:
             if isinstance(event, PageStored):
-                assert event.page_hash not in told
-                assert event.parent_hash is None or event.parent_hash in told
-                told.add(event.page_hash)
+                assert event.page_hash not in announced
+                assert event.parent_hash is None or event.parent_hash in announced
+                announced.add(event.page_hash)
             else:
-                told.remove(event.page_hash)
+                announced.remove(event.page_hash)
         memory.events.clear()
         needed = {h for kept in states._place_of_hash for h in pages_in_front.get(kept, ())}
-        assert told == {h for h in needed if memory._groups[0].find(h) is not None}
-        num_told.append(len(told))
-    assert max(num_told) > min(num_told[5:])
+        assert announced == {h for h in needed if memory._groups[0].find(h) is not None}
+        num_announced.append(len(announced))
+    assert max(num_announced) > min(num_announced[5:])
 
 
 def test_nothing_is_published_of_a_salted_prefix_or_unless_asked() -> None:
@@ -216,11 +216,11 @@ def test_an_engine_publishes_what_it_caches(
         return load_engine(config, report)
 
     assert run(load, config, Client(request(prompt, max_tokens=4)))
-    told = []
+    announced = []
     while socket.poll(500):
-        told += heard(socket)[1]
-    assert told[0] == ["AllBlocksCleared"]
-    stored = [event for event in told if event[0] == "BlockStored"]
+        announced += heard(socket)[1]
+    assert announced[0] == ["AllBlocksCleared"]
+    stored = [event for event in announced if event[0] == "BlockStored"]
     token_ids = [i for event in stored for i in event[3]]
     assert token_ids[:8] == prompt[:8]
     assert len(token_ids) == 12

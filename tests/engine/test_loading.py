@@ -56,15 +56,15 @@ def test_longrope_is_served_up_to_its_original_length() -> None:
 
 
 def test_weights_are_counted_as_they_come(tiny_model: Callable[..., Path]) -> None:
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     config = ModelConfig(path=str(tiny_model("llama")))
-    load_network(config, torch.device("cpu"), lambda *counts: told.append(counts))
+    load_network(config, torch.device("cpu"), lambda *counts: reported.append(counts))
     num_weights = 2 * 9 + 3  # of two layers; the embeddings, the last norm and the head
-    assert told == [(0, 0), *((done, num_weights) for done in range(1, num_weights + 1))]
+    assert reported == [(0, 0), *((done, num_weights) for done in range(1, num_weights + 1))]
 
 
 @pytest.mark.parametrize(
-    ("told", "name"),
+    ("reported", "name"),
     [
         ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "fp8"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
@@ -72,10 +72,10 @@ def test_weights_are_counted_as_they_come(tiny_model: Callable[..., Path]) -> No
     ],
 )
 def test_a_checkpoint_that_is_not_quantised_as_it_says_is_refused(
-    told: dict[str, object], name: str, tiny_model: Callable[..., Path], tmp_path: Path
+    reported: dict[str, object], name: str, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
-    change_config(model, **told)
+    change_config(model, **reported)
     reason = "none of" if name != "compression_config" else "is none of"
     with pytest.raises(
         UnsupportedModelError, match=rf"llama.*\({name}.*{reason}.*quantised from.*GGUF"

@@ -13,7 +13,7 @@ from outrider.engine.api import SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.gpu_memory import OutOfDeviceMemoryError, left_bytes
 from outrider.engine.measuring import naming_what_to_lower
-from outrider.engine.models.groups import Group
+from outrider.engine.models.groups import LayerGroup
 from outrider.engine.scoring import scorer
 from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.phase import padded_sizes
@@ -124,10 +124,10 @@ def test_no_memory_left_is_reported_in_numbers(gpu: Gpu) -> None:
 def test_a_cache_that_does_not_fit_is_reported_in_numbers(
     tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(group: Group, index: int, num_pages: int, page_size: int) -> None:
+    def full(group: LayerGroup, index: int, num_pages: int, page_size: int) -> None:
         raise torch.OutOfMemoryError("nothing is free")
 
-    monkeypatch.setattr(Group, "bind", full)
+    monkeypatch.setattr(LayerGroup, "bind", full)
     with pytest.raises(
         ValueError, match=r"(512|1) pages takes 0\.00 GiB.*num_pages.*nothing is free"
     ):

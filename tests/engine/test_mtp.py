@@ -39,9 +39,9 @@ def changed_draft(config: EngineConfig, **changes: Any) -> EngineConfig:
 
 
 def test_mimo_is_a_qwen2_to_transformers(target: Path) -> None:
-    told = json.loads((target / "config.json").read_text()) | {"model_type": "qwen2"}
+    stated = json.loads((target / "config.json").read_text()) | {"model_type": "qwen2"}
     weights = load_file(target / "model.safetensors")
-    model = Qwen2ForCausalLM(Qwen2Config(**told)).eval()
+    model = Qwen2ForCausalLM(Qwen2Config(**stated)).eval()
     theirs = {name: tensor for name, tensor in weights.items() if not name.startswith(LAYER)}
     model.load_state_dict(theirs)
     ids = torch.tensor(prompts([12], VOCAB))

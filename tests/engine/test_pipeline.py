@@ -83,8 +83,8 @@ def test_a_lag_changes_nobodys_output(tiny_model: Tiny, proposer: str, max_num_s
     got, expected = run(lagging, mixed, PARAMS), run(each, mixed, PARAMS)
     for ours, theirs, params in zip(got, expected, PARAMS, strict=True):
         assert settled(tokens(ours), params, proposer) == settled(tokens(theirs), params, proposer)
-    told = [[logprobs_of(o) for o in outputs] for outputs in (got, expected)]
-    assert told[0] == told[1]
+    reported = [[logprobs_of(o) for o in outputs] for outputs in (got, expected)]
+    assert reported[0] == reported[1]
 
 
 def test_a_choice_of_k_leaves_tokens_in_flight_alone(tiny_model: Tiny) -> None:
@@ -97,7 +97,7 @@ def test_a_choice_of_k_leaves_tokens_in_flight_alone(tiny_model: Tiny) -> None:
 
 
 def logprobs_of(outputs: list[RequestOutput]) -> list[Any]:
-    """What was told of the prompt and of the output, however it was cut into steps."""
+    """What was returned of the prompt and of the output, however it was cut into steps."""
     return [
         [entry.top[0][0] for o in outputs for entry in getattr(o, field) or ()]
         for field in ("prompt_logprobs", "logprobs")

@@ -26,8 +26,8 @@ def plain(target: Path, draft: Path) -> list[list[int]]:
     return [tokens(o) for o in run(Engine(engine_config(target, draft)), MIXED, GREEDY)]
 
 
-def told(outputs: list[RequestOutput]) -> list[TokenLogprobs]:
-    """What was told of the prompt, all of it no later than the first new token."""
+def logprobs_of_prompt(outputs: list[RequestOutput]) -> list[TokenLogprobs]:
+    """What was returned of the prompt, all of it no later than the first new token."""
     begun = False
     entries = []
     for output in outputs:
@@ -58,14 +58,14 @@ def test_prompt_logprobs_are_the_targets_raw_ones(
     outputs = run(Engine(config), MIXED, SCORED)
     assert [tokens(o) for o in outputs] == plain
     for prompt, each in zip(MIXED, outputs, strict=True):
-        assert_are_the_targets_own(target, prompt, told(each))
+        assert_are_the_targets_own(target, prompt, logprobs_of_prompt(each))
 
 
 def test_a_cached_prefix_is_scored_all_the_same(target: Path, draft: Path) -> None:
     engine = Engine(engine_config(target, draft))
     run(engine, [MIXED[4]], GREEDY)
     scored, cached = run(engine, [MIXED[4]] * 2, [SCORED, GREEDY])
-    assert_are_the_targets_own(target, MIXED[4], told(scored))
+    assert_are_the_targets_own(target, MIXED[4], logprobs_of_prompt(scored))
     assert scored[-1].num_cached_tokens == 0
     assert cached[-1].num_cached_tokens == 88
     assert tokens(scored) == tokens(cached)
@@ -89,7 +89,7 @@ def test_rows_for_the_output_layer_are_bounded(
     assert max(rows) <= 5 + 6 * 5  # the prompt's, and k + 1 for each sequence
     assert [tokens(o) for o in outputs] == plain
     for i in (0, 1, 2, 4):
-        assert_are_the_targets_own(target, MIXED[i], told(outputs[i]))
+        assert_are_the_targets_own(target, MIXED[i], logprobs_of_prompt(outputs[i]))
 
 
 def test_preemption_returns_nothing_twice(target: Path, draft: Path) -> None:
@@ -99,14 +99,14 @@ def test_preemption_returns_nothing_twice(target: Path, draft: Path) -> None:
     outputs = run(engine, small, SCORED)
     assert engine.stats().preemptions > 0
     for prompt, each in zip(small, outputs, strict=True):
-        assert_are_the_targets_own(target, prompt, told(each))
+        assert_are_the_targets_own(target, prompt, logprobs_of_prompt(each))
 
 
 def test_a_prompt_can_be_scored_without_a_new_token(target: Path, draft: Path) -> None:
     engine = Engine(engine_config(target, draft))
     outputs = run(engine, MIXED, replace(SCORED, max_tokens=0))
     for prompt, each in zip(MIXED, outputs, strict=True):
-        assert_are_the_targets_own(target, prompt, told(each))
+        assert_are_the_targets_own(target, prompt, logprobs_of_prompt(each))
         assert (tokens(each), each[-1].finish_reason) == ([], "length")
     assert engine.stats().generation_tokens == 0
 
@@ -122,7 +122,7 @@ def test_a_nan_among_the_logits_of_a_prompt_fails_that_request_only(
     engine = Engine(engine_config(tmp_path, draft, max_num_batched_tokens=8))
     bad, good = run(engine, [[1, poison, *MIXED[1]], MIXED[1]], SCORED)
     assert bad[-1].finish_reason == "error"
-    assert not told(bad)
+    assert not logprobs_of_prompt(bad)
     assert tokens(good) == plain[1]
 
 
@@ -179,7 +179,7 @@ def test_a_prompt_that_finds_a_page_of_nan_is_scored_again(
         outputs += engine.step()
     engine.check_integrity()
     by_name = {name: [o for o in outputs if o.request_id == name] for name in ("scored", "spoils")}
-    assert_are_the_targets_own(tmp_path, prompt, told(by_name["scored"]))
+    assert_are_the_targets_own(tmp_path, prompt, logprobs_of_prompt(by_name["scored"]))
     assert tokens(by_name["scored"]) == generate(sound, prompt, 1)
     assert tokens(by_name["spoils"]) == generate(sound, begin, 4)
     assert scored.speculates == (meanwhile == "preempted again")  # otherwise it did start over
@@ -196,7 +196,7 @@ def test_a_prompt_is_scored_even_if_its_first_drafts_come_to_nothing(
     engine = Engine(engine_config(target, draft))
     params = replace(SCORED, allowed_token_ids=(5,), bad_words=((5, 5),))
     [outputs] = run(engine, MIXED[1:2], params)
-    assert_are_the_targets_own(target, MIXED[1], told(outputs))
+    assert_are_the_targets_own(target, MIXED[1], logprobs_of_prompt(outputs))
     assert tokens(outputs) == [5]
     assert outputs[-1].is_dead_end
 
@@ -220,7 +220,7 @@ def test_a_prompt_is_scored_even_if_no_token_may_follow_it(
         eos_token_ids=(VOCAB - 1,),
     )
     [outputs] = run(Engine(config), MIXED[1:2], params)
-    assert_are_the_targets_own(target, MIXED[1], told(outputs))
+    assert_are_the_targets_own(target, MIXED[1], logprobs_of_prompt(outputs))
     assert tokens(outputs) == []
     last = outputs[-1]
     assert (last.finish_reason, last.is_dead_end) == (

@@ -105,8 +105,10 @@ def test_inputs_are_rounded_where_blocks_are_as_wide_as_the_kernels_take(
     scale = torch.rand(1, -(-640 // width), generator=generator)
     tensors = {"a.weight": codes, "a.weight_scale_inv": scale}
     save_file(tensors, tmp_path / "model.safetensors")
-    told = {"weight_block_size": [128, width], "activation_scheme": "dynamic"}
-    checkpoint = Checkpoint(tmp_path, torch.float32, DEVICE, lambda *_: None, read=fp8.reader(told))
+    stated = {"weight_block_size": [128, width], "activation_scheme": "dynamic"}
+    checkpoint = Checkpoint(
+        tmp_path, torch.float32, DEVICE, lambda *_: None, read=fp8.reader(stated)
+    )
     weight = checkpoint.linear(640, {"a": 16}).weight
     assert (weight.input_eps > 0) == rounds_inputs
     x = torch.randn(3, 640, generator=generator).to(DEVICE)
@@ -136,7 +138,7 @@ def test_a_plain_checkpoint_is_rounded_on_the_way(
 
 
 @pytest.mark.parametrize(
-    ("told", "reason"),
+    ("stated", "reason"),
     [
         ({"quant_method": "bitsandbytes"}, "bitsandbytes is none of awq, compressed-tensors, fp8"),
         ({"quant_method": "mxfp4"}, "mxfp4: none of its layers is kept in that way"),
@@ -167,10 +169,10 @@ def test_a_plain_checkpoint_is_rounded_on_the_way(
     ],
 )
 def test_what_is_not_served_is_refused_by_name(
-    told: dict[str, object], reason: str, plain: Path, tmp_path: Path
+    stated: dict[str, object], reason: str, plain: Path, tmp_path: Path
 ) -> None:
     path = Path(shutil.copytree(plain, tmp_path / "model"))
-    change_config(path, quantization_config=told)
+    change_config(path, quantization_config=stated)
     with pytest.raises(UnsupportedModelError, match=f"(?s){reason}.*quantised from.*GGUF"):
         load(path)
 
@@ -227,8 +229,8 @@ def test_modelopts_own_file_counts_if_the_config_says_nothing(plain: Path, tmp_p
     path = quantise(plain, tmp_path, "modelopt nvfp4")
     change_config(path, quantization_config=None)
     own = path / "hf_quant_config.json"
-    told = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
-    own.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": told}))
+    stated = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    own.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": stated}))
     expected = eager_logits(tmp_path / "meant")
     torch.testing.assert_close(run_prompt(load(path)).logits, expected, rtol=1e-3, atol=1e-3)
     own.write_text("{}")

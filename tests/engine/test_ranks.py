@@ -36,7 +36,7 @@ from outrider.engine.models.shares import WHOLE, Share
 from outrider.engine.ranks import followers
 from outrider.engine.ranks import group as group_module
 from outrider.engine.ranks.followers import RankLostError
-from outrider.engine.ranks.group import Group
+from outrider.engine.ranks.group import RankGroup
 from outrider.engine.ranks.shared_decoder import SharedDecoder
 from outrider.engine.ranks.shared_host_pages import SharedHostPages
 from outrider.engine.ranks.wire import Op
@@ -251,7 +251,7 @@ def test_a_follower_that_dies_or_hangs_ends_the_step(
     start: Callable[[EngineConfig], Engine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(followers, "SILENCE_S", 1.5)
+    monkeypatch.setattr(followers, "HUNG_AFTER_S", 1.5)
     for number, reason in (
         (signal.SIGKILL, r"rank 1 of the target: killed by signal 9"),
         (signal.SIGSTOP, r"rank 1 of the target: it has not been heard for 1\.5 s"),
@@ -320,7 +320,7 @@ def first_frame_of(follower: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_follower_may_start_slowly_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its first word it imports torch, from a cold disk perhaps."""
-    monkeypatch.setattr(followers, "SILENCE_S", 0.2)
+    monkeypatch.setattr(followers, "HUNG_AFTER_S", 0.2)
     words = [(int(op).to_bytes(8, "little") + bytes(16)) for op in (Op.ALIVE, Op.ANSWER)]
     speaks = f"time.sleep(0.5); s.sendall({words[0]!r} + {words[1]!r}); time.sleep(60)"
     answer, reason = first_frame_of(speaks, monkeypatch)
@@ -339,15 +339,15 @@ def test_a_follower_that_dies_where_ranks_meet_ends_the_engine(
     """The first would wait for it for half an hour."""
     path = tiny_model()
 
-    def die(group: Group, *_: Any) -> None:
+    def die(group: RankGroup, *_: Any) -> None:
         os._exit(9)
 
     pid = os.fork()
     if pid == 0:
         monkeypatch.setattr(followers, "_GRACE_S", 0.2)
-        join = Group.join
+        join = RankGroup.join
         monkeypatch.setattr(
-            Group, "join", lambda group, *args: (die if group.rank else join)(group, *args)
+            RankGroup, "join", lambda group, *args: (die if group.rank else join)(group, *args)
         )
         with forked():
             Engine(shared(engine_config(path)))
@@ -365,7 +365,7 @@ def test_peer_memory_is_left_alone_if_one_rank_has_none(monkeypatch: pytest.Monk
     """The others would wait for it at a barrier for ever."""
     peers = Mock()
     monkeypatch.setattr(group_module, "PeerMemory", lambda device: peers)
-    group = Group(0, 2)
+    group = RankGroup(0, 2)
     monkeypatch.setattr(group, "gather", lambda x: torch.stack((x, torch.zeros_like(x))))
     assert group._meet_peers(torch.device("cpu")) is None
     peers.begin.assert_not_called()

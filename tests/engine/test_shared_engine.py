@@ -18,14 +18,14 @@ from engine_clients import (
 )
 from engine_clients import scripted_request as request
 
-from outrider.engine.processes.connection import Context
+from outrider.engine.processes.connection import ZmqContext
 from outrider.engine.processes.messages import (
     Abort,
     Admitted,
     FromEngine,
     Hello,
-    Outputs,
     Refused,
+    StepOutputs,
     Submit,
     ToEngine,
 )
@@ -38,7 +38,7 @@ Owner = ScriptedProcessEngine
 class Sharer:
     """A client of few words, which reads what the engine says only when it is asked to."""
 
-    def __init__(self, context: Context, endpoint: str, receive_hwm: int = 0) -> None:
+    def __init__(self, context: ZmqContext, endpoint: str, receive_hwm: int = 0) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.rcvhwm = receive_hwm
@@ -61,14 +61,14 @@ class Sharer:
 def tokens(heard: list[FromEngine]) -> dict[str, list[int]]:
     got: dict[str, list[int]] = {}
     for message in heard:
-        for output in message.outputs if isinstance(message, Outputs) else []:
+        for output in message.outputs if isinstance(message, StepOutputs) else []:
             got.setdefault(output.request_id, []).extend(output.token_ids)
     return got
 
 
 def ends(request_id: str) -> Callable[[FromEngine], bool]:
     return lambda message: (
-        isinstance(message, Outputs)
+        isinstance(message, StepOutputs)
         and any(
             output.request_id == request_id and output.finish_reason for output in message.outputs
         )
@@ -129,7 +129,7 @@ async def test_who_goes_takes_only_its_own_sequences_along(
     leaver.say(
         Submit(0, [request("lost", max_tokens=10**6), request("lost too", max_tokens=10**6)])
     )
-    await leaver.until(lambda message: isinstance(message, Outputs) and bool(message.outputs))
+    await leaver.until(lambda message: isinstance(message, StepOutputs) and bool(message.outputs))
     stayer.say(Submit(0, [request("kept", max_tokens=300)]))
     leaver.socket.close()
     heard = await stayer.until(ends("kept"))

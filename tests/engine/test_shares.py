@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from quantised import quantise, quantise_experts
-from rank_group import RankGroup, load, rank_group, whole
+from rank_group import JoinedRanks, load, rank_group, whole
 from tiny_models import Tiny
 
 from outrider.engine.models.admission import UnsupportedModelError
@@ -21,7 +21,7 @@ SOME = {"olmo2", "phi3", "qwen3_next"}
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[RankGroup]:
+def pair() -> Iterator[JoinedRanks]:
     with rank_group(2) as ranks:
         yield ranks
 
@@ -31,7 +31,7 @@ def pair() -> Iterator[RankGroup]:
     [pytest.param(name, marks=() if name in SOME else pytest.mark.deep) for name in SHARED],
 )
 def test_two_ranks_compute_what_one_process_does(
-    architecture: str, tiny_model: Tiny, pair: RankGroup
+    architecture: str, tiny_model: Tiny, pair: JoinedRanks
 ) -> None:
     path = tiny_model(architecture, seed=1)
     ours, theirs = pair.run(str(path)), whole(path)
@@ -46,7 +46,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2, 
 
 @pytest.mark.deep
 def test_two_ranks_fill_up_experts_in_mxfp4(
-    tiny_model: Tiny, tmp_path: Path, pair: RankGroup
+    tiny_model: Tiny, tmp_path: Path, pair: JoinedRanks
 ) -> None:
     """192 inner numbers in half are three groups of 32; kernels take pairs of groups."""
     sizes = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32, "num_key_value_heads": 2}
@@ -67,7 +67,7 @@ def test_two_ranks_fill_up_experts_in_mxfp4(
     ],
 )
 def test_two_ranks_share_quantised_weights(
-    name: str, tiny_model: Tiny, tmp_path: Path, pair: RankGroup
+    name: str, tiny_model: Tiny, tmp_path: Path, pair: JoinedRanks
 ) -> None:
     torch.manual_seed(0)
     path = quantise(tiny_model("qwen3", scale=0.1, **WIDE), tmp_path, name)
@@ -78,7 +78,7 @@ def test_two_ranks_share_quantised_weights(
 
 
 @pytest.mark.deep
-def test_two_ranks_round_plain_weights_alike(tiny_model: Tiny, pair: RankGroup) -> None:
+def test_two_ranks_round_plain_weights_alike(tiny_model: Tiny, pair: JoinedRanks) -> None:
     path = tiny_model("qwen3", scale=0.1, **WIDE)
     ours, theirs = pair.run(str(path), quantization="fp8"), whole(path, quantization="fp8")
     assert (ours.logits - theirs.logits).norm() < 0.2 * theirs.logits.norm()

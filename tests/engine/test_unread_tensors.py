@@ -39,9 +39,9 @@ def test_layers_that_the_config_leaves_out_are_named(
     assert warnings(model, caplog) == []
     changes = {"layer_types": ["full_attention"]} if architecture == "gemma2" else {}
     change_config(model, num_hidden_layers=1, **changes)
-    (told,) = warnings(model, caplog)
-    assert "of layers 1 to 1, and its config counts 1; they are not read: " in told
-    assert first in told
+    (warning,) = warnings(model, caplog)
+    assert "of layers 1 to 1, and its config counts 1; they are not read: " in warning
+    assert first in warning
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
@@ -50,9 +50,11 @@ def test_a_tensor_without_a_place_is_named(
 ) -> None:
     model = own_copy(architecture)
     change_tensor(model, "model.layers.0.new_part.weight", torch.ones(2))
-    (told,) = warnings(model, caplog)
-    assert told.startswith(f"{model}: 1 of its tensors have no place in the model that its config")
-    assert told.endswith("they are not read: model.layers.0.new_part.weight")
+    (warning,) = warnings(model, caplog)
+    assert warning.startswith(
+        f"{model}: 1 of its tensors have no place in the model that its config"
+    )
+    assert warning.endswith("they are not read: model.layers.0.new_part.weight")
 
 
 @pytest.mark.parametrize(("architecture", "num_counted"), [("llama", 0), ("gemma2", 1)])
@@ -85,6 +87,6 @@ def test_layers_of_a_gguf_file_that_are_left_out_are_named(
     model = llama_directory(tmp_path, Type.Q8_0, Type.Q8_0)
     assert warnings(model, caplog) == []
     write_llama(model / "model.gguf", Type.Q8_0, Type.Q8_0, num_layers=3)
-    (told,) = warnings(model, caplog)
-    assert "9 of its tensors are of layers 2 to 2, and its config counts 2; they" in told
-    assert ": blk.2." in told
+    (warning,) = warnings(model, caplog)
+    assert "9 of its tensors are of layers 2 to 2, and its config counts 2; they" in warning
+    assert ": blk.2." in warning

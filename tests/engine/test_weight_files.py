@@ -35,7 +35,7 @@ def logits(model: Path) -> torch.Tensor:
 def check_refused(model: Path, match: str) -> None:
     with pytest.raises(WeightFileError, match=match):
         stored_tensors(model)
-    with pytest.raises(ConfigError, match=match):  # which the engine tells without a traceback
+    with pytest.raises(ConfigError, match=match):  # which the engine reports without a traceback
         logits(model)
 
 

@@ -18,7 +18,7 @@ from outrider.engine.memory.device_memory import DeviceMemory
 from outrider.engine.memory.pages import DUMMY_PAGE
 from outrider.engine.memory.sequence import SequenceMemory
 from outrider.engine.models import pair
-from outrider.engine.models.groups import Group
+from outrider.engine.models.groups import LayerGroup
 from outrider.engine.models.network import PagedLayers
 
 WINDOW, PAGE = 8, 4
@@ -68,8 +68,10 @@ def save_draft(kind: str, target: Path, folder: Path, tiny_model: Tiny) -> Path 
 def keep_all(patch: pytest.MonkeyPatch) -> None:
     """From now on, engines keep all pages of all layers, in one group."""
 
-    def together(owners: Iterable[PagedLayers], max_model_len: int) -> list[Group]:
-        return [Group(None, [(owner, layer) for owner in owners for layer in owner.attentions])]
+    def together(owners: Iterable[PagedLayers], max_model_len: int) -> list[LayerGroup]:
+        return [
+            LayerGroup(None, [(owner, layer) for owner in owners for layer in owner.attentions])
+        ]
 
     patch.setattr(pair, "grouped", together)
 

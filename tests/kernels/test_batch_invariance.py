@@ -171,7 +171,7 @@ def test_attention(
     softcap: float | None,
     with_sinks: bool,
 ) -> None:
-    # Few outputs: rounded to 16 bits they would seldom tell two orders apart.
+    # Few outputs: rounded to 16 bits two orders would seldom differ.
     dtype = DTYPE if ON_GPU else torch.float32
     query = randn(LENGTH, num_heads, head_dim, dtype=dtype)
     keys, values = (

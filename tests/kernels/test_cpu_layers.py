@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from outrider.kernels.cpu import layers
-from outrider.kernels.cpu.layers import compiled, product, torch_on_one_thread, unpacked
-from outrider.kernels.cpu.packing import Codes, Layout, PackedTiles, pack
+from outrider.kernels.cpu.layers import compiled, tiles_product, torch_on_one_thread, unpacked_tiles
+from outrider.kernels.cpu.packing import Codes, Layout, PackedTiles, pack_tiles
 
 pytestmark = pytest.mark.skipif(compiled() is None, reason="no layers were compiled here")
 LAYOUTS = list(Layout)
@@ -45,7 +45,7 @@ def codes(num_out: int, num_in: int, layout: Layout, seed: int = 0) -> Codes:
 @pytest.mark.parametrize(("num_out", "num_in"), [(100, 64), (1, 32), (64, 160), (33, 576)])
 def test_packing_loses_nothing(layout: Layout, num_out: int, num_in: int) -> None:
     given = codes(num_out, num_in, layout)
-    kept = unpacked(pack(given, layout))
+    kept = unpacked_tiles(pack_tiles(given, layout))
     # With fused multiply-add, scale and offset are applied with one rounding, not two.
     torch.testing.assert_close(kept, given.dequantised(), rtol=1e-6, atol=1e-6)
 
@@ -70,15 +70,15 @@ def test_a_product_is_that_of_the_numbers_which_the_codes_mean(
     given = codes(num_out, num_in, layout)
     x, bias = torch.randn(19, num_in), torch.randn(num_out)
     truth = x.double() @ given.dequantised().double().T + bias.double()
-    got = product(x, pack(given, layout), bias)
+    got = tiles_product(x, pack_tiles(given, layout), bias)
     assert ((got - truth).abs() <= most_error(x, given, build) + 1e-5).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_row_is_the_same_in_any_company_and_with_any_number_of_threads(layout: Layout) -> None:
-    weight = pack(codes(97, 192, layout), layout)
+    weight = pack_tiles(codes(97, 192, layout), layout)
     x = torch.randn(40, 192)
-    alone = torch.cat([product(row[None], weight) for row in x])
+    alone = torch.cat([tiles_product(row[None], weight) for row in x])
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
@@ -86,27 +86,27 @@ def test_a_row_is_the_same_in_any_company_and_with_any_number_of_threads(layout:
             for begin in (0, 1, 5):
                 for count in (1, 2, 3, 4, 5, 7, 8, 9, 16, 33):
                     rows = slice(begin, begin + count)
-                    assert torch.equal(product(x[rows], weight), alone[rows])
+                    assert torch.equal(tiles_product(x[rows], weight), alone[rows])
     finally:
         torch.set_num_threads(before)
 
 
 def test_many_products_one_after_another_are_all_complete() -> None:
     """Threads that were late for one product must not meet the next."""
-    weight: PackedTiles = pack(codes(320, 64, Layout.FOUR_HALF), Layout.FOUR_HALF)
+    weight: PackedTiles = pack_tiles(codes(320, 64, Layout.FOUR_HALF), Layout.FOUR_HALF)
     x = torch.randn(3, 64)
-    truth = product(x, weight)
+    truth = tiles_product(x, weight)
     before = torch.get_num_threads()
     try:
         for i in range(600):
             torch.set_num_threads(1 + i % 4)
-            assert torch.equal(product(x, weight), truth)
+            assert torch.equal(tiles_product(x, weight), truth)
     finally:
         torch.set_num_threads(before)
 
 
 def test_torch_leaves_its_threads_to_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = pack(codes(64, 64, Layout.FOUR_HALF), Layout.FOUR_HALF)
+    weight = pack_tiles(codes(64, 64, Layout.FOUR_HALF), Layout.FOUR_HALF)
     before, taken = torch.get_num_threads(), []
 
     class Watched:
@@ -116,12 +116,12 @@ def test_torch_leaves_its_threads_to_the_layers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(layers, "compiled", Watched)
     try:
         torch.set_num_threads(3)
-        product(torch.zeros(1, 64), weight)
+        tiles_product(torch.zeros(1, 64), weight)
         with torch_on_one_thread(), torch_on_one_thread():
-            product(torch.zeros(1, 64), weight)
+            tiles_product(torch.zeros(1, 64), weight)
         with pytest.raises(KeyError), torch_on_one_thread():
             raise KeyError
-        product(torch.zeros(1, 64), weight)
+        tiles_product(torch.zeros(1, 64), weight)
         assert taken == [(3, 3), (3, 1), (3, 3)]
         assert torch.get_num_threads() == 3
     finally:
@@ -132,12 +132,12 @@ def test_torch_leaves_its_threads_to_the_layers(monkeypatch: pytest.MonkeyPatch)
 def test_inputs_of_any_size_lose_no_more_than_their_rounding(layout: Layout, build: str) -> None:
     """Some inputs of a group are far greater than the others; some groups are all 0."""
     given = codes(64, 192, layout)
-    weight = pack(given, layout)
+    weight = pack_tiles(given, layout)
     x = torch.randn(12, 192) * 10.0 ** torch.randint(-12, 12, (12, 192)).double()
     x[3:6] *= (torch.arange(192) // 32 % 2)[None]
     x = x.float()
     truth = x.double() @ given.dequantised().double().T
-    assert ((product(x, weight) - truth).abs() <= most_error(x, given, build)).all()
+    assert ((tiles_product(x, weight) - truth).abs() <= most_error(x, given, build)).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -145,7 +145,7 @@ def test_inputs_of_any_size_lose_no_more_than_their_rounding(layout: Layout, bui
 def test_numbers_that_are_not_finite_are_not_lost(layout: Layout, value: float) -> None:
     x = torch.randn(3, 96)
     x[1, 40] = value
-    got = product(x, pack(codes(64, 96, layout), layout))
+    got = tiles_product(x, pack_tiles(codes(64, 96, layout), layout))
     assert not got[1].isfinite().any()
     assert got[[0, 2]].isfinite().all()
 
@@ -186,7 +186,7 @@ def test_products_in_integers_have_the_same_bits_on_every_processor(
     x[2, 32:64] = 0.0
     x[3] = 1.0  # the highest digits, of one sign
     given.codes[:3] = {4: 15, 8: -128}[layout.bits]
-    assert torch.equal(product(x, pack(given, layout)), in_integers(x, given))
+    assert torch.equal(tiles_product(x, pack_tiles(given, layout)), in_integers(x, given))
 
 
 def attended(keys: torch.Tensor, values: torch.Tensor, rows: int, window: int) -> torch.Tensor:
@@ -197,15 +197,17 @@ def attended(keys: torch.Tensor, values: torch.Tensor, rows: int, window: int) -
     hidden, dim = 32, 16
     generator = torch.Generator().manual_seed(1)
 
-    def weight(num_out: int, num_in: int) -> layers.Matrix:
-        kept.append(pack(Codes(torch.randn(num_out, num_in, generator=generator)), Layout.PLAIN))
+    def weight(num_out: int, num_in: int) -> layers.MatrixStruct:
+        kept.append(
+            pack_tiles(Codes(torch.randn(num_out, num_in, generator=generator)), Layout.PLAIN)
+        )
         return layers.matrix(kept[-1], None)
 
     kept: list[PackedTiles] = []
     ones, zeros = torch.ones(64, hidden), torch.zeros(64, hidden)
     keys, values = keys.clone(), values.clone()
     length = keys[..., 0].numel() - 3  # the last page has room left
-    layer = layers.Layer(
+    layer = layers.LayerStruct(
         norm=ones.data_ptr(),
         mlp_norm=ones.data_ptr(),
         qkv=weight((2 + 2) * dim, hidden),
@@ -218,9 +220,9 @@ def attended(keys: torch.Tensor, values: torch.Tensor, rows: int, window: int) -
         sin=zeros.data_ptr(),
         window=window,
     )
-    shape = layers.Shape(hidden, 2, 1, dim, 32, 16, 0, 1e-5, 0.0, 0.25)
+    shape = layers.ShapeStruct(hidden, 2, 1, dim, 32, 16, 0, 1e-5, 0.0, 0.25)
     x, taps = torch.randn(rows, hidden, generator=generator), torch.empty(rows, 1, hidden)
-    decoder = layers.Decoder(
+    decoder = layers.DecoderStruct(
         addressof(layer), 1, shape, x.data_ptr(), False, ones.data_ptr(), weight(32, hidden)
     )
     numbers = [
@@ -228,7 +230,7 @@ def attended(keys: torch.Tensor, values: torch.Tensor, rows: int, window: int) -
     ]  # fmt: skip
     of_rows = [torch.tensor(each) for each in numbers]
     table, tapped = torch.arange(len(keys), dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    batch = layers.Batch(
+    batch = layers.BatchStruct(
         1, 0, *(each.data_ptr() for each in of_rows), table.data_ptr(), len(table), 1, False,
         tapped.data_ptr(), taps.data_ptr(), 0, 32,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model.attention_items import list_items
 from outrider.kernels.model.expert_matrix import RELU_SQUARED, SILU, Activation, ExpertMatrix, Glu
-from outrider.kernels.model.expert_tiles import Tiles
+from outrider.kernels.model.expert_tiles import ExpertTiles
 from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.narrow_linear import narrow_linear
 from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, has_4_bits
@@ -80,7 +80,7 @@ def check(kernels: list[Any]) -> None:
 def test_experts_do_not_overwrite_what_is_multiplied(size: int, num_in: int) -> None:
     with machine_code.launches(machine_code.H100) as kernels:
         layer, int32 = make_experts(num_in), torch.int32
-        tiles = Tiles(empty(9, dtype=int32), empty(9, size, dtype=int32))
+        tiles = ExpertTiles(empty(9, dtype=int32), empty(9, size, dtype=int32))
         routing = Routing(empty(50, 4, dtype=int32), empty(50, 4, dtype=torch.float32), tiles)
         experts_product(empty(50, num_in), routing, layer, Glu(1.7, 7.0, 1.0))
         experts_product(empty(200, num_in), routing, layer, None)
@@ -96,7 +96,7 @@ def test_narrow_experts_do_not_overwrite_what_is_multiplied(
 ) -> None:
     with machine_code.launches(machine_code.H100) as kernels:
         layer = ExpertMatrix(make_matrix(kind, 8 * 960, 960, group), None, 8)
-        tiles = Tiles(empty(9, dtype=torch.int32), empty(9, size, dtype=torch.int32))
+        tiles = ExpertTiles(empty(9, dtype=torch.int32), empty(9, size, dtype=torch.int32))
         ids, weights = empty(50, 4, dtype=torch.int32), empty(50, 4, dtype=torch.float32)
         experts_product(empty(50, 960), Routing(ids, weights, tiles), layer, SILU)
     check(kernels)
@@ -119,7 +119,7 @@ def test_plain_experts_are_multiplied_by_tensor_cores(
     with machine_code.launches(gpu) as kernels:
         int32 = torch.int32
         first, down = (ExpertMatrix(empty(8 * 960, size), None, 8) for size in (512, 480))
-        tiles = Tiles(empty(9, dtype=int32), empty(9, size, dtype=int32))
+        tiles = ExpertTiles(empty(9, dtype=int32), empty(9, size, dtype=int32))
         routing = Routing(empty(50, 4, dtype=int32), empty(50, 4, dtype=torch.float32), tiles)
         experts_product(empty(50, 512), routing, first, activation)
         experts_product(empty(200, 480), routing, down, None)
@@ -237,7 +237,7 @@ def test_one_kernel_lists_all_kinds_of_batches(num_seqs: int) -> None:
 
 
 def experts(kind: Kind | None, num_rows: int) -> None:
-    tiles = Tiles(empty(9, dtype=torch.int32), empty(9, num_rows, dtype=torch.int32))
+    tiles = ExpertTiles(empty(9, dtype=torch.int32), empty(9, num_rows, dtype=torch.int32))
     chosen = empty(50, 4, dtype=torch.int32)
     routing = Routing(chosen, empty(50, 4, dtype=torch.float32), tiles)
     plain = ExpertMatrix(empty(8 * 960, 960), None, 8)

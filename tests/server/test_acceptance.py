@@ -1,4 +1,4 @@
-"""What answers tell of their drafts, for those who ask."""
+"""What answers report of their drafts, for those who ask."""
 
 from collections.abc import Callable
 from typing import Any

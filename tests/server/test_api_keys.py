@@ -1,4 +1,4 @@
-"""Keys: who is let in, and how a request tells which key it came with."""
+"""Keys: who is let in, and how a request shows which key it came with."""
 
 import asyncio
 import logging
@@ -23,11 +23,11 @@ Serve = Callable[..., Served]
 def ask(path: str, authorization: str, keys: tuple[str, ...] = ("one", "zwölf")) -> Any:
     """The key of a request as its route sees it."""
 
-    async def tell(scope: Scope, receive: Receive, send: Send) -> None:
+    async def reply(scope: Scope, receive: Receive, send: Send) -> None:
         await JSONResponse(request_key(Request(scope)))(scope, receive, send)
 
     async def run() -> Any:
-        app = ApiKeys(tell, keys, Metrics(ScriptedClient(lambda _: (), vocab_size=1), "tiny"))
+        app = ApiKeys(reply, keys, Metrics(ScriptedClient(lambda _: (), vocab_size=1), "tiny"))
         call = Call(app, "GET", path, [b""], {"authorization": authorization})
         await call.finished
         return call.reply.json()

@@ -34,11 +34,11 @@ def test_request_id_is_echoed_or_made(serve: Serve) -> None:
 
 
 def test_a_proxy_may_find_the_application_starting(serve: Serve) -> None:
-    told = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
+    received = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
     heard: list[str] = []
 
     async def receive() -> Message:
-        return next(told)
+        return next(received)
 
     async def send(message: Message) -> None:
         heard.append(message["type"])

@@ -57,9 +57,9 @@ class Client:
         """The response once it has one of these states."""
         async with asyncio.timeout(5):
             while True:
-                told = (await self.ask("GET", f"/v1/responses/{response_id}")).json()
-                if told["status"] in statuses:
-                    return told
+                answered = (await self.ask("GET", f"/v1/responses/{response_id}")).json()
+                if answered["status"] in statuses:
+                    return answered
                 await asyncio.sleep(0.001)
 
 
@@ -99,14 +99,14 @@ async def test_it_says_what_a_response_in_the_foreground_says(serve: Serve) -> N
     script.begun.set()
     script.goes_on.set()
     client = Client(serve(script))
-    told = [(await client.post(**ASK | {"background": b})).json() for b in (True, False)]
-    told[0] = await client.until(told[0]["id"], *FINAL)
-    assert (await client.ask("GET", f"/v1/responses/{told[1]['id']}")).json() == told[1]
-    for each in told:
+    answered = [(await client.post(**ASK | {"background": b})).json() for b in (True, False)]
+    answered[0] = await client.until(answered[0]["id"], *FINAL)
+    assert (await client.ask("GET", f"/v1/responses/{answered[1]['id']}")).json() == answered[1]
+    for each in answered:
         for name in ("id", "created_at", "completed_at", "background"):
             del each[name]
         del each["output"][0]["id"]
-    assert told[0] == told[1]
+    assert answered[0] == answered[1]
 
 
 @pytest.mark.parametrize("begun", [True, False])

@@ -33,15 +33,15 @@ def answers(served: Served, lines: list[str], max_at_once: int = 2) -> dict[str,
     file = io.BytesIO("".join(lines).encode("utf-8", "surrogateescape"))
 
     async def run() -> dict[str, Any]:
-        told = answer_lines(served.app, served.client, file, max_at_once=max_at_once)
-        return {answer["custom_id"]: answer async for answer in told}
+        answered = answer_lines(served.app, served.client, file, max_at_once=max_at_once)
+        return {answer["custom_id"]: answer async for answer in answered}
 
     return asyncio.run(run())
 
 
 def test_every_line_is_answered_by_its_route(serve: Serve) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
-    told = answers(
+    answered = answers(
         serve(),
         [
             line("a", {"prompt": "Hi"}),
@@ -56,13 +56,13 @@ def test_every_line_is_answered_by_its_route(serve: Serve) -> None:
             line("i", {"prompt": "Hi"}, "/tokenize"),
         ],
     )
-    statuses = {each: answer["response"]["status_code"] for each, answer in told.items()}
+    statuses = {each: answer["response"]["status_code"] for each, answer in answered.items()}
     assert statuses == dict.fromkeys("abcdghi", 200) | {"e": 400, "f": 404}
-    assert all(answer["error"] is None for answer in told.values())
-    assert all(answer["id"] and answer["response"]["request_id"] for answer in told.values())
-    assert told["a"]["response"]["body"]["choices"][0]["text"] == " Hello world"
-    assert told["g"]["response"]["body"]["message"]["content"] == " Hello world"
-    assert told["e"]["response"]["body"]["error"]["param"] == "temperature"
+    assert all(answer["error"] is None for answer in answered.values())
+    assert all(answer["id"] and answer["response"]["request_id"] for answer in answered.values())
+    assert answered["a"]["response"]["body"]["choices"][0]["text"] == " Hello world"
+    assert answered["g"]["response"]["body"]["message"]["content"] == " Hello world"
+    assert answered["e"]["response"]["body"]["error"]["param"] == "temperature"
 
 
 def test_line_that_is_no_request_is_an_error_of_its_own(serve: Serve) -> None:
@@ -75,14 +75,16 @@ def test_line_that_is_no_request_is_an_error_of_its_own(serve: Serve) -> None:
         '{"custom_id": "n", "body": ' + "[" * 5000 + "]" * 5000 + "}\n",
         line("u", {"prompt": "caf\udce9"}).replace("\\udce9", "\udce9"),  # of Latin-1
     ]
-    told = answers(serve(), [*lines, line("d", {"prompt": "Hi"})])
-    errors = {each: answer["error"] and answer["error"]["message"] for each, answer in told.items()}
+    answered = answers(serve(), [*lines, line("d", {"prompt": "Hi"})])
+    errors = {
+        each: answer["error"] and answer["error"]["message"] for each, answer in answered.items()
+    }
     assert "Invalid JSON" in errors[None]  # type: ignore[index]
     assert "url: Field required" in errors["a"]
     assert "stream" in errors["b"]
     assert "background" in errors["g"]
     assert errors["c"] is None
-    assert told["d"]["response"]["status_code"] == 200
+    assert answered["d"]["response"]["status_code"] == 200
 
 
 @pytest.mark.parametrize(
@@ -95,10 +97,12 @@ def test_line_that_is_no_request_is_an_error_of_its_own(serve: Serve) -> None:
     ids=["nan", "line break", "long"],
 )
 def test_line_that_cannot_be_asked_does_not_end_the_batch(serve: Serve, bad: str) -> None:
-    told = answers(serve(), [line("a", {"prompt": "Hi"}), bad, line("b", {"prompt": "Hi"})])
-    assert told["a"]["response"]["status_code"] == told["b"]["response"]["status_code"] == 200
-    assert (told["bad"]["response"], told["bad"]["error"]["code"]) == (None, "invalid_line")
-    assert 0 < len(told["bad"]["error"]["message"]) <= batch.MAX_REASON_CHARS
+    answered = answers(serve(), [line("a", {"prompt": "Hi"}), bad, line("b", {"prompt": "Hi"})])
+    assert (
+        answered["a"]["response"]["status_code"] == answered["b"]["response"]["status_code"] == 200
+    )
+    assert (answered["bad"]["response"], answered["bad"]["error"]["code"]) == (None, "invalid_line")
+    assert 0 < len(answered["bad"]["error"]["message"]) <= batch.MAX_LINE_ERROR_CHARS
 
 
 def test_no_more_run_at_once_than_fit(serve: Serve) -> None:
@@ -137,8 +141,8 @@ def test_request_waits_where_the_queue_is_full(
         return await generate(requests)
 
     served.client.generate = refusing  # type: ignore[method-assign]
-    told = answers(served, [line("a", {"prompt": "Hi"})])
-    assert told["a"]["response"]["status_code"] == 200
+    answered = answers(served, [line("a", {"prompt": "Hi"})])
+    assert answered["a"]["response"]["status_code"] == 200
 
 
 def test_request_waits_for_an_engine_that_restarts(
@@ -156,8 +160,8 @@ def test_request_waits_for_an_engine_that_restarts(
         return await generate(requests)
 
     client.generate = restarting  # type: ignore[method-assign]
-    told = answers(served, [line("a", {"prompt": "Hi"}), line("b", {"prompt": "Hi"})])
-    assert [told[each]["response"]["status_code"] for each in "ab"] == [200, 200]
+    answered = answers(served, [line("a", {"prompt": "Hi"}), line("b", {"prompt": "Hi"})])
+    assert [answered[each]["response"]["status_code"] for each in "ab"] == [200, 200]
 
 
 def test_an_engine_that_failed_ends_the_batch(serve: Serve) -> None:
@@ -174,12 +178,12 @@ def test_answers_do_not_wait_for_the_next_line_of_a_pipe(serve: Serve) -> None:
 
     async def run() -> list[Any]:
         with open(end, "rb") as file:
-            told = answer_lines(served.app, served.client, file, max_at_once=2)
+            answered = answer_lines(served.app, served.client, file, max_at_once=2)
             os.write(start, line("a", {"prompt": "Hi"}).encode())
-            first = await asyncio.wait_for(anext(told), 10)
+            first = await asyncio.wait_for(anext(answered), 10)
             os.write(start, line("b", {"prompt": "Hi"}).encode())
             os.close(start)
-            return [first["custom_id"], *[answer["custom_id"] async for answer in told]]
+            return [first["custom_id"], *[answer["custom_id"] async for answer in answered]]
 
     assert asyncio.run(run()) == ["a", "b"]
 
@@ -189,9 +193,9 @@ def test_answer_that_fails_under_way_does_not_end_the_batch(serve: Serve) -> Non
         bad = len(request.prompt_token_ids) == 1
         return [ZeroDivisionError("bug")] if bad else steps(request, [70])
 
-    told = answers(serve(play), [line("a", {"prompt": [70]}), line("b", {"prompt": [70, 71]})])
-    assert told["a"]["response"]["status_code"] == 500
-    assert told["b"]["response"]["status_code"] == 200
+    answered = answers(serve(play), [line("a", {"prompt": [70]}), line("b", {"prompt": [70, 71]})])
+    assert answered["a"]["response"]["status_code"] == 500
+    assert answered["b"]["response"]["status_code"] == 200
 
 
 def run_batch(given: Path, output: Path) -> Result:
@@ -212,11 +216,13 @@ def test_command_answers_a_file(tmp_path: Path) -> None:
     run = run_batch(given, output)
     assert run.exit_code == 0, run.output
     assert "2 requests, 1 of them failed" in run.output
-    told = {each["custom_id"]: each for each in map(json.loads, output.read_text().splitlines())}
-    answer = told["a"]["response"]["body"]
+    answered = {
+        each["custom_id"]: each for each in map(json.loads, output.read_text().splitlines())
+    }
+    answer = answered["a"]["response"]["body"]
     assert answer["choices"][0]["text"]
     assert answer["usage"]["completion_tokens"] == 4
-    assert told["b"]["response"]["status_code"] == 400
+    assert answered["b"]["response"]["status_code"] == 400
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from message_parts import joined
 
-from outrider.server.text.call_formats import FORMATS
+from outrider.server.text.call_formats import CALL_FORMATS
 from outrider.server.text.call_stream import CallArguments, CallStart
 from outrider.server.text.message_format import MessageFormat
-from outrider.server.text.message_parser import Part, Text
+from outrider.server.text.message_parser import MessagePart, Text
 from outrider.server.text.tool_calls import ToolCall, tools_by_name
 
 PARAMETERS = {
@@ -115,26 +115,28 @@ BEFORE = {  # reasoning, and how it ends
 NO_REASONING = ("granite", "llama4", "llama3_json")
 
 
-def parts_of(name: str, text: str, size: int = 10**9, prompt: str = "", **kw: Any) -> list[Part]:
+def parts_of(
+    name: str, text: str, size: int = 10**9, prompt: str = "", **kw: Any
+) -> list[MessagePart]:
     parser = MessageFormat(SHOWN[name], **kw).parser(prompt, TOOLS)
     assert parser is not None
-    parts: list[Part] = []
+    parts: list[MessagePart] = []
     for start in range(0, len(text), size):
         parts += parser.push(text[start : start + size])
     return parts + parser.flush()
 
 
-def calls_in(parts: list[Part]) -> list[tuple[str, Any]]:
+def calls_in(parts: list[MessagePart]) -> list[tuple[str, Any]]:
     calls = joined(parts)
     assert all(isinstance(call, ToolCall) for call in calls), calls
     return [(c.name, json.loads(c.arguments)) for c in calls if isinstance(c, ToolCall)]
 
 
 def test_there_is_a_case_for_each_format() -> None:
-    assert set(TWO_CALLS) == set(SHOWN) == set(FORMATS)
+    assert set(TWO_CALLS) == set(SHOWN) == set(CALL_FORMATS)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CALL_FORMATS)
 def test_a_chat_template_shows_its_format(name: str) -> None:
     assert MessageFormat(SHOWN[name]).name == name
 
@@ -150,13 +152,13 @@ def test_the_type_of_a_model_decides_if_its_template_shows_nothing(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 10**9])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CALL_FORMATS)
 def test_parallel_calls_are_read_however_their_text_is_cut(name: str, size: int) -> None:
     expected = [("weather", ARGUMENTS), ("get.time", {})]
     assert calls_in(parts_of(name, TWO_CALLS[name], size)) == expected
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CALL_FORMATS)
 def test_one_cut_anywhere_makes_no_difference(name: str) -> None:
     text = TWO_CALLS[name]
     whole = joined(parts_of(name, text))
@@ -169,7 +171,7 @@ def test_one_cut_anywhere_makes_no_difference(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CALL_FORMATS)
 def test_arguments_are_reported_while_they_are_written(name: str) -> None:
     """Once a value of text has begun, no piece of it is held back for longer than a marker."""
     text = TWO_CALLS[name]
@@ -181,7 +183,7 @@ def test_arguments_are_reported_while_they_are_written(name: str) -> None:
     assert "São" in "".join(part.text for part in written if isinstance(part, CallArguments))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CALL_FORMATS)
 def test_a_call_that_is_cut_off_has_the_arguments_up_to_there(name: str) -> None:
     """As max_tokens cuts: whatever is reported is the beginning of the whole, and no marker."""
     text = TWO_CALLS[name]
@@ -199,7 +201,7 @@ def test_a_call_that_is_cut_off_has_the_arguments_up_to_there(name: str) -> None
 
 
 @pytest.mark.parametrize("size", [1, 4, 10**9])
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in NO_REASONING])
+@pytest.mark.parametrize("name", [name for name in CALL_FORMATS if name not in NO_REASONING])
 def test_reasoning_and_text_come_before_calls(name: str, size: int) -> None:
     begin, end = BEFORE.get(name, ("<think>", "</think>Let me see."))
     parts = parts_of(name, f"{begin}Hm. 1 < 2{end}{TWO_CALLS[name]}", size)
@@ -209,7 +211,7 @@ def test_reasoning_and_text_come_before_calls(name: str, size: int) -> None:
     assert [call.name for call in calls if isinstance(call, ToolCall)] == ["weather", "get.time"]
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in NO_REASONING])
+@pytest.mark.parametrize("name", [name for name in CALL_FORMATS if name not in NO_REASONING])
 def test_a_prompt_may_have_begun_the_reasoning(name: str) -> None:
     begin, _ = BEFORE.get(name, ("<think>\n", ""))
     end = "<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -221,9 +223,9 @@ def test_a_prompt_may_have_begun_the_reasoning(name: str) -> None:
         assert parts == [Text("Hm.", reasoning=True), Text("Yes.")]
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "harmony"])
+@pytest.mark.parametrize("name", [name for name in CALL_FORMATS if name != "harmony"])
 def test_text_that_only_looks_like_a_call_is_content(name: str) -> None:
-    form = FORMATS[name]
+    form = CALL_FORMATS[name]
     text = f"{form.open[0]} and no call{form.close or ''} so"
     if form.at_start:
         text = form.open[-1] + text

@@ -208,15 +208,15 @@ def test_clients_read_our_errors(
 def test_the_metrics_port_asks_for_no_key(
     ours: openai.OpenAI, default_server: RunningServer, metrics_port: int
 ) -> None:
-    def told() -> float:
+    def num_tokens() -> float:
         text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
         (line,) = [x for x in text.splitlines() if x.startswith("vllm:generation_tokens_total{")]
         return float(line.split()[-1])
 
-    before = told()
+    before = num_tokens()
     answer = ours.completions.create(model=MODEL, prompt="x", max_tokens=3)
     assert answer.usage is not None
-    assert told() == before + answer.usage.completion_tokens
+    assert num_tokens() == before + answer.usage.completion_tokens
     assert httpx.get(f"http://127.0.0.1:{metrics_port}/v1/models").status_code == 404
     assert httpx.get(f"{default_server.url}/metrics").status_code == 401
 

@@ -197,13 +197,13 @@ def test_what_is_never_read_by_anybody_is_bounded(serve: Serve, flood: bytes) ->
 
 def test_requests_sent_ahead_are_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     queued: list[int] = []
-    start = connection.Connection._start_asgi_task
+    start = connection.HttpConnection._start_asgi_task
 
-    def noting(self: connection.Connection, cycle: Any, app: Any) -> None:
+    def noting(self: connection.HttpConnection, cycle: Any, app: Any) -> None:
         queued.append(len(self.pipeline))
         start(self, cycle, app)
 
-    monkeypatch.setattr(connection.Connection, "_start_asgi_task", noting)
+    monkeypatch.setattr(connection.HttpConnection, "_start_asgi_task", noting)
     with on_a_socket(serve()) as url:
         with connect(url) as client:
             client.sendall(VERSION * 5)

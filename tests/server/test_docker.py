@@ -113,8 +113,8 @@ def test_compose_gives_the_server_time_to_drain(file: str, name: str) -> None:
 
 
 def test_health_is_asked_past_the_proxy_of_a_container() -> None:
-    told = (DOCKER / "Dockerfile").read_text()
-    command = json.loads(re.search(r"^HEALTHCHECK .*?(\[.*?\])$", told, re.M | re.S)[1])
+    written = (DOCKER / "Dockerfile").read_text()
+    command = json.loads(re.search(r"^HEALTHCHECK .*?(\[.*?\])$", written, re.M | re.S)[1])
     with socketserver.TCPServer(("127.0.0.1", 0), Healthy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         program = command[-1].replace("8000", str(server.server_address[1]))

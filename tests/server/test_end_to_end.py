@@ -213,7 +213,7 @@ def test_killed_engine_ends_its_streams_and_comes_back(server: RunningServer) ->
         assert "signal 9" in json.loads(last)["error"]["message"]
     health = server.http.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "restarting")
-    assert "signal 9" in health.json()["reason"]  # told to a key alone
+    assert "signal 9" in health.json()["reason"]  # shown to a key alone
     assert httpx.get(server.http.base_url.join("/health")).json() == {"status": "restarting"}
     assert server.http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
     server.wait_for("outrider_engine_ready 1", timeout_s=120)

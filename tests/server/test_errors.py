@@ -1,4 +1,4 @@
-"""What is refused, what fails under way, and how clients are told."""
+"""What is refused, what fails under way, and what clients are sent."""
 
 import asyncio
 import gzip
@@ -367,9 +367,9 @@ def test_client_that_leaves_within_its_body_is_no_invalid_request(serve: Serve) 
         with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 80)) as client:
             client.sendall(head + b"content-length: 9\r\n\r\n{")
         deadline_s = time.monotonic() + 10
-        while 'path="/v1/completions"' not in (told := httpx.get(f"{url}/metrics").text):
+        while 'path="/v1/completions"' not in (reported := httpx.get(f"{url}/metrics").text):
             assert time.monotonic() < deadline_s
-    assert 'outrider_requests_total{outcome="disconnected",path="/v1/completions"} 1.0' in told
+    assert 'outrider_requests_total{outcome="disconnected",path="/v1/completions"} 1.0' in reported
 
 
 def test_field_that_the_engine_refuses_is_named(serve: Serve) -> None:

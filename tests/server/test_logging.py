@@ -1,4 +1,4 @@
-"""What the log tells of requests, and never of their text."""
+"""What the log shows of requests, and never of their text."""
 
 import io
 import json

@@ -104,16 +104,16 @@ def test_a_long_text_alone_is_written_on_the_event_loop(serve: Serve, threads: l
 def test_an_answer_is_the_same_wherever_it_is_written(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, threads: list[int], body: dict[str, Any]
 ) -> None:
-    def told() -> Any:
+    def answered() -> Any:
         reply = ask(serve, body)
         answers = reply.chunks if "stream" in body else [reply.json()]
         return [{k: v for k, v in each.items() if k not in ("id", "created")} for each in answers]
 
-    off_the_loop = told()
+    off_the_loop = answered()
     assert set(threads) != {threading.get_ident()}
     threads.clear()
     monkeypatch.setattr(answer, "INLINE_LOGPROBS", 10**9)
-    assert told() == off_the_loop
+    assert answered() == off_the_loop
     assert set(threads) == {threading.get_ident()}
 
 
@@ -162,7 +162,7 @@ def test_long_responses_are_written_off_the_event_loop(
     respond(serve, body | {"stream": stream})
     growing = ("created", "in_progress", "added", "delta")
     assert written
-    num_empty = 4 if stream else 0  # the first events tell a response without output
+    num_empty = 4 if stream else 0  # the first events have a response without output
     for event, on_the_loop in written[num_empty:]:
         assert on_the_loop == (event or "").endswith(growing), event
 
@@ -170,7 +170,7 @@ def test_long_responses_are_written_off_the_event_loop(
 def test_a_long_response_that_failed_is_written_off_the_event_loop(
     serve: Serve, tokenizer: Tokenizer, written: list[tuple[str | None, bool]]
 ) -> None:
-    # The call completes the text before it: a failed response tells no items but complete ones.
+    # The call completes the text before it: a failed response has complete items alone.
     said = "word " * 90 + '<tool_call>{"name": "f", "arguments": {'
 
     def play(request: NewRequest) -> list[Any]:
@@ -205,15 +205,15 @@ def test_a_response_is_the_same_wherever_it_is_written(
     body: dict[str, Any],
     stream: bool,
 ) -> None:
-    def told() -> Any:
+    def answered() -> Any:
         reply = respond(serve, body | {"stream": stream})
         return without_ids(reply.named_events if stream else reply.json())
 
-    off_the_loop = told()
+    off_the_loop = answered()
     assert not all(on_the_loop for _, on_the_loop in written)
     written.clear()
     monkeypatch.setattr(answer, "INLINE_LOGPROBS", 10**9)
-    assert told() == off_the_loop
+    assert answered() == off_the_loop
     assert all(on_the_loop for _, on_the_loop in written)
 
 

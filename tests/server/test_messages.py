@@ -236,11 +236,11 @@ def test_the_model_learns_that_a_tool_failed(serve: Serve, tokenizer: Tokenizer)
     served = saying(serve, tokenizer, "Hello", unknown_fields="refuse")
     use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": "no answer"}
-    for is_error, told in ((True, "Error: no answer"), (False, "no answer"), (None, "no answer")):
+    for is_error, shown in ((True, "Error: no answer"), (False, "no answer"), (None, "no answer")):
         failed = {"role": "user", "content": [result | {"is_error": is_error}]}
         turns = [*HI, {"role": "assistant", "content": [use]}, failed]
         assert ask(served, messages=turns).status == 200
-        assert f"<tool>{told}<eos>" in prompt_of(served, tokenizer)
+        assert f"<tool>{shown}<eos>" in prompt_of(served, tokenizer)
 
 
 def test_last_turn_of_the_assistant_is_gone_on_with(serve: Serve, tokenizer: Tokenizer) -> None:

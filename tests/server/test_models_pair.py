@@ -121,12 +121,12 @@ def test_another_process_prepares_the_same(models: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, "outrider"):
         pair = prepare_pair(settings)
         expected = Prepared(pair.settings, engine_config(pair), pair.tokenizer)
-        told = [(record.name, record.levelno, record.message) for record in caplog.records]
+        reported = [(record.name, record.levelno, record.message) for record in caplog.records]
         caplog.clear()
         found = asyncio.run(prepare(settings))
     assert found == expected
     assert found.settings.server.api_keys == settings.server.api_keys
-    assert [(r.name, r.levelno, r.message) for r in caplog.records] == told != []
+    assert [(r.name, r.levelno, r.message) for r in caplog.records] == reported != []
     with pytest.raises(ModelError, match=r"draft\.model = '.*not-there': .*does not exist"):
         asyncio.run(prepare(settings_for(models, "not-there")))
 
@@ -360,8 +360,8 @@ def test_a_head_of_an_unknown_kind_is_refused_before_anything_is_loaded(
     models: Path, tmp_path: Path
 ) -> None:
     head = save_tiny_head(tmp_path / "head", models / "target")
-    told = json.loads((head / "config.json").read_text()) | {"architectures": ["MedusaModel"]}
-    (head / "config.json").write_text(json.dumps(told))
+    reported = json.loads((head / "config.json").read_text()) | {"architectures": ["MedusaModel"]}
+    (head / "config.json").write_text(json.dumps(reported))
     with pytest.raises(ModelError, match=r"draft\.model = .*head of kind medusa"):
         prepare_pair(settings_for(models, str(head)))
 

@@ -240,7 +240,7 @@ class ReadError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("given", "cause", "told"),
+    ("given", "cause", "stated"),
     [
         (ReadError(), None, "ReadError"),
         (ReadError("403 Forbidden"), None, "403 Forbidden"),
@@ -248,11 +248,13 @@ class ReadError(Exception):
     ],
 )
 def test_a_download_that_breaks_says_why(
-    monkeypatch: pytest.MonkeyPatch, given: Exception, cause: Exception | None, told: str
+    monkeypatch: pytest.MonkeyPatch, given: Exception, cause: Exception | None, stated: str
 ) -> None:
     def broken(*_: object, **__: object) -> NoReturn:
         raise given from cause
 
     monkeypatch.setattr(hub, "snapshot_download", broken)
-    with pytest.raises(ModelError, match=rf"cannot download a/b, .*\({told}\); check the network"):
+    with pytest.raises(
+        ModelError, match=rf"cannot download a/b, .*\({stated}\); check the network"
+    ):
         resolve.resolve("a/b")

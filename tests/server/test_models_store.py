@@ -29,7 +29,7 @@ def must_not_be_called(folder: Path) -> None:
     raise AssertionError("built again")
 
 
-# Builds "m" in another process: notes that it began, then takes as long as it is told to.
+# Builds "m" in another process: notes that it began, then takes as long as it is asked to.
 BUILD_ELSEWHERE = """
 import sys, time
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_a_model_is_built_once_and_then_found() -> None:
     assert store.build("m", "s", must_not_be_called, ignore_progress) == path
     assert store.find("m", "s") == path
     size_bytes = sum(file.stat().st_size for file in path.iterdir())
-    assert store.entries() == {"m": store.Entry("s", size_bytes)}
+    assert store.entries() == {"m": store.StoredModel("s", size_bytes)}
 
 
 def test_a_model_of_another_source_is_made_anew() -> None:

@@ -36,8 +36,8 @@ def test_a_chat_lists_them_in_place_of_the_best(served: Served, top: dict[str, A
         assert named == [("token_id:72", A72), ("token_id:70", A70)]
     assert (first["logprob"], second["logprob"]) == (A70, A71)
     streamed = asked(served, CHAT, stream=True, **fields).chunks
-    told = [c["logprobs"] for chunk in streamed for c in chunk["choices"] if c["logprobs"]]
-    assert [entry for each in told for entry in each["content"]] == [first, second]
+    reported = [c["logprobs"] for chunk in streamed for c in chunk["choices"] if c["logprobs"]]
+    assert [entry for each in reported for entry in each["content"]] == [first, second]
 
 
 def test_a_completion_lists_them_beside_the_token(served: Served) -> None:

@@ -67,8 +67,8 @@ def test_a_whole_answer_is_one_object(serve: Serve, tokenizer: Tokenizer) -> Non
     answer = chat(saying(serve, tokenizer, "Hello"), stream=False).json()
     assert answer["message"] == {"role": "assistant", "content": "Hello"}
     assert (answer["done"], answer["done_reason"]) == (True, "stop")
-    told = generate(saying(serve, tokenizer, "Hello"), stream=False).json()
-    assert (told["response"], told["done"]) == ("Hello", True)
+    answered = generate(saying(serve, tokenizer, "Hello"), stream=False).json()
+    assert (answered["response"], answered["done"]) == ("Hello", True)
 
 
 def test_reasoning_is_thinking(serve: Serve, tokenizer: Tokenizer) -> None:

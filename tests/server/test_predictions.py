@@ -1,4 +1,4 @@
-"""What a client predicts of an answer: taken in, drafted, and told of in the usage."""
+"""What a client predicts of an answer: taken in, drafted, and reported in the usage."""
 
 import asyncio
 from collections.abc import Callable
@@ -59,21 +59,21 @@ def test_a_predicted_answer_takes_fewer_steps(
 
 
 def asked(serve: Serve, prediction: object) -> tuple[list[int], Any]:
-    """The tokens that the engine is told of, and the answer."""
-    told: list[int] = []
+    """The tokens that the engine is given, and the answer."""
+    received: list[int] = []
 
     def play(request: Any) -> list[RequestOutput]:
-        told.extend(request.predicted_token_ids)
+        received.extend(request.predicted_token_ids)
         return [RequestOutput(request_id=request.request_id, token_ids=[5], finish_reason="length")]
 
     body = CHAT | {"prediction": prediction}
-    return told, post(serve(play).app, body, path="/v1/chat/completions")
+    return received, post(serve(play).app, body, path="/v1/chat/completions")
 
 
 def test_a_prediction_is_cut_to_the_context(serve: Serve) -> None:
-    told, reply = asked(serve, {"type": "content", "content": "long " * 300_000})
+    received, reply = asked(serve, {"type": "content", "content": "long " * 300_000})
     assert reply.status == 200
-    assert len(told) == 1000  # all that fits into the scripted engine's context
+    assert len(received) == 1000  # all that fits into the scripted engine's context
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_a_prediction_is_cut_to_the_context(serve: Serve) -> None:
     ],
 )
 def test_a_bad_prediction_is_refused(serve: Serve, prediction: object) -> None:
-    told, reply = asked(serve, prediction)
-    assert (reply.status, told) == (400, [])
+    received, reply = asked(serve, prediction)
+    assert (reply.status, received) == (400, [])
     assert reply.json()["error"]["param"] == "prediction"
 
 
 def test_null_predicts_nothing(serve: Serve) -> None:
-    told, reply = asked(serve, None)
-    assert (reply.status, told) == (200, [])
+    received, reply = asked(serve, None)
+    assert (reply.status, received) == (200, [])
     assert reply.json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}

@@ -29,10 +29,10 @@ ASK = {"stream": True, "return_progress": True}
 def play(request: NewRequest) -> list[RequestOutput]:
     """A prompt in three steps; the last of them brings the first token."""
     name, total = request.request_id, len(request.prompt_token_ids)
-    told = steps(request, [70, 71, 0], finish="stop", cached_tokens=1)
+    reported = steps(request, [70, 71, 0], finish="stop", cached_tokens=1)
     if request.reports_prompt:
-        told[0] = replace(told[0], num_computed_prompt_tokens=total)
-        told[:0] = [
+        reported[0] = replace(reported[0], num_computed_prompt_tokens=total)
+        reported[:0] = [
             RequestOutput(
                 request_id=name,
                 token_ids=[],
@@ -42,7 +42,7 @@ def play(request: NewRequest) -> list[RequestOutput]:
             )
             for num in range(1, total)
         ]
-    return told
+    return reported
 
 
 def events(served: Served, path: str, **fields: Any) -> list[dict[str, Any]]:
@@ -56,14 +56,14 @@ def events(served: Served, path: str, **fields: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("path", PATHS)
 def test_streams_report_how_far_the_prompt_is(serve: Serve, path: str) -> None:
     served = serve(play)
-    told = events(served, path, **ASK)
+    reported = events(served, path, **ASK)
     total = len(served.client.submitted[0][0].prompt_token_ids)
-    progress = [event["prompt_progress"] for event in told if event.get("prompt_progress")]
+    progress = [event["prompt_progress"] for event in reported if event.get("prompt_progress")]
     assert [each["processed"] for each in progress] == [*range(1, total + 1)]
     assert {(each["total"], each["cache"]) for each in progress} == {(total, 1)}
     assert all(each["time_ms"] >= 0 for each in progress)  # without the time in the queue
     # Without those events, the stream is as it was.
-    rest = [event for event in told if not event.get("prompt_progress")]
+    rest = [event for event in reported if not event.get("prompt_progress")]
     plain = events(serve(play), path, stream=True)
     assert len(rest) == len(plain)
     assert not any("prompt_progress" in event for event in plain)
@@ -73,8 +73,8 @@ def test_streams_report_how_far_the_prompt_is(serve: Serve, path: str) -> None:
 def test_chunks_with_progress_have_a_choice_to_which_nothing_is_added(
     serve: Serve, path: str
 ) -> None:
-    told = events(serve(play), path, n=2, **ASK)
-    chunks = [chunk for chunk in told if "prompt_progress" in chunk]
+    reported = events(serve(play), path, n=2, **ASK)
+    chunks = [chunk for chunk in reported if "prompt_progress" in chunk]
     assert {chunk["choices"][0]["index"] for chunk in chunks} == {0, 1}
     for chunk in chunks:
         (choice,) = chunk["choices"]

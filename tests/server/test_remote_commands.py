@@ -92,8 +92,8 @@ def test_what_keeps_from_asking_is_shown(
     assert "cannot reach a server at" in result.stderr
     assert "outrider serve" in result.stderr
     with on_a_socket(serve(api_keys=["secret"])) as url:
-        assert "401" in (told := outrider(command, url).stderr)
-        assert "--api-key" in told
+        assert "401" in (reported := outrider(command, url).stderr)
+        assert "--api-key" in reported
         monkeypatch.setenv("OUTRIDER_API_KEY", "secret")
         assert (
             "serves no model 'x'; it serves test-model"
@@ -255,10 +255,10 @@ def test_bench_measures_with_and_without_drafts(
         )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert result.stdout.count("50%") == 2  # every column is whole in 80
-    told = json.loads(out.read_text())
-    assert (told["url"], told["model"]) == (url, "test-model")
-    assert [row["concurrency"] for row in told["loads"]] == [1, 3]
-    for row in told["loads"]:
+    reported = json.loads(out.read_text())
+    assert (reported["url"], reported["model"]) == (url, "test-model")
+    assert [row["concurrency"] for row in reported["loads"]] == [1, 3]
+    for row in reported["loads"]:
         assert row["acceptance"] == 0.5  # 6 of 12
         assert row["plain"]["num_requests"] == row["drafted"]["num_requests"] == 6  # no warm-up
         assert row["speedup"] == row["drafted"]["tokens_per_s"] / row["plain"]["tokens_per_s"]

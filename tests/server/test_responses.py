@@ -53,9 +53,9 @@ def saying(serve: Serve, tokenizer: Tokenizer, *texts: str, **settings: Any) -> 
 
 def events(reply: Reply) -> list[dict[str, Any]]:
     """The events of a stream, whose numbers go up."""
-    told = reply.named_events
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
-    return told
+    reported = reply.named_events
+    assert [event["sequence_number"] for event in reported] == list(range(len(reported)))
+    return reported
 
 
 def prompts(served: Served) -> list[list[int]]:
@@ -179,8 +179,8 @@ def test_logprobs_come_with_the_text(serve: Serve, tokenizer: Tokenizer) -> None
     assert b"".join(bytes(entry["bytes"]) for entry in entries) == b"Hello you"
     assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
     streamed = events(ask(served, stream=True, **fields))
-    told = [e["logprobs"] for e in streamed if e["type"] == "response.output_text.delta"]
-    assert [entry for each in told for entry in each] == entries[: sum(map(len, told))]
+    reported = [e["logprobs"] for e in streamed if e["type"] == "response.output_text.delta"]
+    assert [entry for each in reported for entry in each] == entries[: sum(map(len, reported))]
     assert streamed[-1]["response"]["output"][0]["content"][0]["logprobs"] == entries
 
 
@@ -202,8 +202,8 @@ def test_logprobs_are_those_of_their_text(
         )
     streamed = events(ask(served, stream=True, **fields))
     assert without_ids(streamed[-1]["response"]["output"]) == without_ids(whole)
-    told = [e["logprobs"] for e in streamed if e["type"] == "response.output_text.delta"]
-    assert [e for each in told for e in each] == [e for part in said for e in part["logprobs"]]
+    reported = [e["logprobs"] for e in streamed if e["type"] == "response.output_text.delta"]
+    assert [e for each in reported for e in each] == [e for part in said for e in part["logprobs"]]
 
 
 def test_items_reach_the_model_as_a_chat(serve: Serve, tokenizer: Tokenizer) -> None:
@@ -296,10 +296,12 @@ def test_input_items_come_in_pages(serve: Serve, tokenizer: Tokenizer) -> None:
     path = f"/v1/responses/{ask(served, input=items).json()['id']}/input_items"
 
     def page(query: str = "") -> tuple[list[int], bool]:
-        told = get(served.app, f"{path}?{query}").json()
-        ids = [item["id"] for item in told["data"]]
-        assert (told["first_id"], told["last_id"]) == ((ids[0], ids[-1]) if ids else (None, None))
-        return [int(each.removeprefix("msg_")) for each in ids], told["has_more"]
+        reported = get(served.app, f"{path}?{query}").json()
+        ids = [item["id"] for item in reported["data"]]
+        assert (reported["first_id"], reported["last_id"]) == (
+            (ids[0], ids[-1]) if ids else (None, None)
+        )
+        return [int(each.removeprefix("msg_")) for each in ids], reported["has_more"]
 
     assert page() == ([*range(24, 4, -1)], True)
     assert page("after=msg_5") == ([4, 3, 2, 1, 0], False)
@@ -325,9 +327,9 @@ def test_input_items_show_what_the_assistant_said_as_output(
         {"role": "user", "content": "And?"},
     ]
     path = f"/v1/responses/{ask(served, input=turns).json()['id']}/input_items?order=asc"
-    told = [item["content"] for item in get(served.app, path).json()["data"]]
+    reported = [item["content"] for item in get(served.app, path).json()["data"]]
     said = {"type": "output_text", "text": "Yes.", "annotations": []}
-    assert told == [
+    assert reported == [
         [{"type": "input_text", "text": "Hi"}],
         [said],
         [said, parts[1]],

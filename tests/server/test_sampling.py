@@ -1,4 +1,4 @@
-"""From a request's fields to what the engine is told."""
+"""From a request's fields to what the engine is given."""
 
 import pytest
 from tokenizers_for_tests import byte_fallback_tokenizer

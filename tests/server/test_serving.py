@@ -102,8 +102,8 @@ def test_a_local_model_has_the_last_part_of_its_path_as_its_name() -> None:
     prepared = Prepared(settings, EngineConfig(target=ModelConfig(path="")), tokenizer)
     client = ScriptedClient(lambda request: steps(request, [70]), vocab_size=300)
     api = asyncio.run(load_app(prepared, client, Gate()))
-    assert "/home" not in (told := get(api, "/v1/models").body.decode())
-    assert '"id":"tiny"' in told
+    assert "/home" not in (reported := get(api, "/v1/models").body.decode())
+    assert '"id":"tiny"' in reported
     for name in ("tiny", "/home/me/tiny"):  # the second is what a user gave to `outrider serve`
         assert post(api, {"prompt": "Hi", "model": name}).json()["model"] == "tiny"
     assert "/home" not in post(api, {"prompt": "Hi", "model": "other"}).error["message"]

@@ -163,7 +163,7 @@ def test_a_draft_is_shared_by_all_ranks_of_its_target_or_by_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         (
             ["scheduler.max_num_seqs=600", "scheduler.max_num_batched_tokens=512"],
@@ -181,9 +181,9 @@ def test_a_draft_is_shared_by_all_ranks_of_its_target_or_by_none() -> None:
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_with_their_values(
-    given: list[str], told: str
+    given: list[str], message: str
 ) -> None:
-    with pytest.raises(SettingsError, match=told):
+    with pytest.raises(SettingsError, match=message):
         load_settings(assignments=given, environ={})
 
 

@@ -70,8 +70,8 @@ def test_ollamas_sign_is_a_line_that_adds_nothing(serve: Serve) -> None:
     assert json.loads(after.splitlines()[-1])["done"]
 
 
-def events(told: bytes) -> Iterator[dict[str, Any]]:
-    for line in told.decode().splitlines():
+def events(sent: bytes) -> Iterator[dict[str, Any]]:
+    for line in sent.decode().splitlines():
         if line.startswith("data: {"):
             yield json.loads(line.removeprefix("data: "))
 

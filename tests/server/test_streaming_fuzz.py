@@ -171,7 +171,7 @@ def test_stream_equals_whole_answer(
             for choice in whole["choices"]:
                 for call in choice["message"].get("tool_calls", []):
                     assert call.pop("id")
-        for choice in whole["choices"]:  # what streams do not tell
+        for choice in whole["choices"]:  # what streams do not have
             for key in ("prompt_logprobs", "prompt_token_ids", "token_ids"):
                 if choice.get(key, ()) is None:
                     del choice[key]

@@ -112,14 +112,14 @@ def test_the_server_runs_without_triton(tmp_path: Path) -> None:
     with running_server(tmp_path / "log", [*pair, *settings]) as server:
         for fields in ({"temperature": 0}, SAMPLED, SAMPLED | EDITED):
             body = {"prompt": "one two", "max_tokens": 12, **fields}
-            told = [
+            replies = [
                 httpx.post(
                     f"{server.url}/v1/completions", json=body | {"speculation": each}, timeout=60
                 )
                 for each in ({"num_speculative_tokens": 3}, {"enabled": False})
             ]
-            assert [reply.status_code for reply in told] == [200, 200], told[0].text
-            drafted, plain = (reply.json()["choices"][0]["text"] for reply in told)
+            assert [reply.status_code for reply in replies] == [200, 200], replies[0].text
+            drafted, plain = (reply.json()["choices"][0]["text"] for reply in replies)
             assert drafted == plain
         assert server.metric("outrider_draft_tokens_total") > 0
         assert server.stop() == 0

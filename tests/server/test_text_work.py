@@ -168,7 +168,7 @@ def test_taking_an_answer_apart(monkeypatch: pytest.MonkeyPatch, name: Any, size
     def work_of(text: str) -> int:
         work = Work()
         with monkeypatch.context() as patch:
-            form = call_formats.FORMATS[name]
+            form = call_formats.CALL_FORMATS[name]
             counted = CountedPattern(tool_calls.between(form), work)
             patch.setattr(tool_calls, "between", lambda form: counted)
             for pattern in ("_OUTSIDE", "_IN_STRING"):
@@ -179,7 +179,7 @@ def test_taking_an_answer_apart(monkeypatch: pytest.MonkeyPatch, name: Any, size
             tags = form.tags
             if tags is not None:
                 tags = replace(tags, value=CountedPattern(tags.value, work))  # type: ignore[arg-type]
-            patch.setitem(call_formats.FORMATS, name, replace(form, heads=heads, tags=tags))
+            patch.setitem(call_formats.CALL_FORMATS, name, replace(form, heads=heads, tags=tags))
             patch.setattr(call_stream, "MAX_HEAD_CHARS", 64)  # so much is read again and again
             parser: Any = MessageFormat("", name=name, reasoning=True).parser(
                 "", tools_by_name([WEATHER])

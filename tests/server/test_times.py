@@ -100,12 +100,12 @@ def test_times_come_unasked_only_if_the_server_says_so(serve: Serve) -> None:
 
 def samples(served: Served) -> dict[str, float]:
     """The values of series without further labels, and of whole histograms."""
-    told = {}
+    reported = {}
     for family in text_string_to_metric_families(get(served.app, "/metrics").body.decode()):
         for sample in family.samples:
             le = f":{sample.labels['le']}" if "le" in sample.labels else ""
-            told[sample.name + le] = sample.value
-    return told
+            reported[sample.name + le] = sample.value
+    return reported
 
 
 def test_metrics_have_the_rest_of_vllms_names(serve: Serve) -> None:
@@ -114,13 +114,13 @@ def test_metrics_have_the_rest_of_vllms_names(serve: Serve) -> None:
         step_tokens=1000, steps_by_tokens=[5, 3, *[0] * (len(STEP_TOKENS) - 2), 1]
     )
     assert post(served.app, {"prompt": "Hi", "n": 2}).status == 200
-    told = samples(served)
-    assert told["vllm:request_time_per_output_token_seconds_sum"] == 1.0
-    assert told["vllm:request_time_per_output_token_seconds_count"] == 1
-    assert told["vllm:request_max_num_generation_tokens_sum"] == 5
-    assert told["vllm:iteration_tokens_total_sum"] == 1000
-    assert told["vllm:iteration_tokens_total_count"] == 9
-    assert told["vllm:iteration_tokens_total_bucket:1.0"] == 5
-    assert told["vllm:iteration_tokens_total_bucket:8.0"] == 8
-    assert told["vllm:iteration_tokens_total_bucket:16384.0"] == 8
-    assert told["vllm:iteration_tokens_total_bucket:+Inf"] == 9
+    reported = samples(served)
+    assert reported["vllm:request_time_per_output_token_seconds_sum"] == 1.0
+    assert reported["vllm:request_time_per_output_token_seconds_count"] == 1
+    assert reported["vllm:request_max_num_generation_tokens_sum"] == 5
+    assert reported["vllm:iteration_tokens_total_sum"] == 1000
+    assert reported["vllm:iteration_tokens_total_count"] == 9
+    assert reported["vllm:iteration_tokens_total_bucket:1.0"] == 5
+    assert reported["vllm:iteration_tokens_total_bucket:8.0"] == 8
+    assert reported["vllm:iteration_tokens_total_bucket:16384.0"] == 8
+    assert reported["vllm:iteration_tokens_total_bucket:+Inf"] == 9

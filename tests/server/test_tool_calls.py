@@ -1,4 +1,4 @@
-"""Calls of tools and reasoning, told apart from content, whole and streamed."""
+"""Calls of tools and reasoning, apart from content, whole and streamed."""
 
 import json
 import random
@@ -76,7 +76,7 @@ CASES = [
     # Keys after the arguments say nothing.
     ("hermes", CALL_ROME.replace('"}}', '"}, "id": "}1\\\\", "a": {"b": {}}}'), [ROME]),
     ("hermes", CALL_ROME.replace('"}}', '"}, "id": "1\\').removesuffix("\n</tool_call>"), [ROME]),
-    # No arguments, told as null.
+    # No arguments, written as null.
     ("hermes", CALL_ROME.replace('{"city": "Rome"}', "null"), [BARE]),
     ("llama3_json", '{"name": "weather", "parameters": "null"}', [BARE]),
     ("llama3_json", '{"name": "weather"}', [BARE]),
@@ -275,7 +275,7 @@ def test_response_template_of_a_model_goes_before_its_chat_template() -> None:
     ("form", "size"),
     [
         *((MessageFormat(TEMPLATES["hermes"], reasoning=True), size) for size in (1, 3, 1000)),
-        (MessageFormat("", OWN), 1),  # which tells only what a piece ends with
+        (MessageFormat("", OWN), 1),  # which shows only what a piece ends with
     ],
 )
 def test_a_text_shows_where_it_ends(form: MessageFormat, size: int) -> None:
@@ -440,12 +440,12 @@ def reasoning_tokenizer() -> Tokenizer:
     return Tokenizer.of(wrapper)
 
 
-@pytest.mark.parametrize("told", ["by its template", "by a setting"])
+@pytest.mark.parametrize("stated", ["by its template", "by a setting"])
 def test_reasoning_is_a_field_of_its_own_if_the_model_reasons(
-    tokenizer: Tokenizer, told: str
+    tokenizer: Tokenizer, stated: str
 ) -> None:
     text = "<think>Hm.</think>Yes."
-    if told == "by its template":
+    if stated == "by its template":
         served = stopping(Served(lambda request: [], reasoning_tokenizer()), tokenizer, text)
     else:
         scripted = Served(lambda request: [], tokenizer, reasoning_content=True)
@@ -481,8 +481,8 @@ def test_a_thought_that_the_last_message_leaves_open_goes_on(
         thinking = {"type": "enabled", "budget_tokens": 1024}
         body: dict[str, Any] = {"messages": turns, "max_tokens": 50, "thinking": thinking}
         blocks = post(served.app, body, path=path).json()["content"]
-        told = {block["type"]: block.get("text") or block.get("thinking") for block in blocks}
-        assert told == ({"thinking": thought} if thought else {}) | {"text": said}
+        stated = {block["type"]: block.get("text") or block.get("thinking") for block in blocks}
+        assert stated == ({"thinking": thought} if thought else {}) | {"text": said}
     else:
         body = {"messages": turns, "continue_final_message": True}
         message = post(served.app, body, path=path).json()["choices"][0]["message"]

@@ -70,7 +70,7 @@ def fits(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: str | None, t
 
 
 def calls_of(reply: Reply) -> tuple[list[Any], Any]:
-    """What an answer without content, or a stream, tells of calls; and its last choice."""
+    """What an answer without content, or a stream, has of calls; and its last choice."""
     stream = reply.body.startswith(b"data: ")
     choices = [part["choices"][0] for part in (reply.chunks if stream else [reply.json()])]
     messages = [choice["delta" if stream else "message"] for choice in choices]

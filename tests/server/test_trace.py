@@ -1,4 +1,4 @@
-"""A trace tells of each step of an answer what was drafted, and what became of it."""
+"""A trace shows for each step of an answer what was drafted, and what became of it."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def ids(entries: list[dict[str, Any]]) -> list[int]:
     return [entry["token_id"] for entry in entries]
 
 
-def told(served: Served, body: dict[str, Any], path: str) -> list[dict[str, Any]]:
+def trace_of(served: Served, body: dict[str, Any], path: str) -> list[dict[str, Any]]:
     return list(post(served.app, body, path=path).json()["choices"][0]["trace"])
 
 
@@ -38,7 +38,7 @@ def told(served: Served, body: dict[str, Any], path: str) -> list[dict[str, Any]
 def test_each_step_returns_its_drafts_and_the_kind_of_each_token(
     serve: Serve, path: str, body: dict[str, Any]
 ) -> None:
-    first, second, third = told(serve(play), body, path)
+    first, second, third = trace_of(serve(play), body, path)
     assert [first["step"], second["step"], third["step"]] == [1, 2, 3]
     assert first["source"] == "draft_model"
     assert ids(first["drafts"]) == [70, 71, 73, 73]
@@ -56,7 +56,7 @@ def test_a_stream_returns_the_same_step_by_step(
     served = serve(play)
     chunks = post(served.app, body | {"stream": True}, path=path).chunks
     streamed = [step for chunk in chunks for step in chunk["choices"][0].get("trace", ())]
-    assert streamed == told(served, body, path)
+    assert streamed == trace_of(served, body, path)
     if path == "/v1/completions":
         assert [len(chunk["choices"][0]["trace"]) for chunk in chunks] == [1, 1, 1]
 
@@ -80,8 +80,8 @@ def test_responses_and_messages_return_what_chats_return(
     traces = [event["trace"] for event in events if "trace" in event]
     assert [step for trace in traces for step in trace] == whole["trace"]
     assert len(traces) > 2  # as the steps came, not all at the end
-    told = [event.get("response", event).get("metrics") for event in events]
-    assert [metrics for metrics in told if metrics is not None] == [whole["metrics"]]
+    reported = [event.get("response", event).get("metrics") for event in events]
+    assert [metrics for metrics in reported if metrics is not None] == [whole["metrics"]]
     unasked = body | {"speculation": {}}
     assert not {"trace", "metrics"} & post(served.app, unasked, path=path).json().keys()
     assert '"trace"' not in post(served.app, unasked | {"stream": True}, path=path).body.decode()
@@ -90,17 +90,17 @@ def test_responses_and_messages_return_what_chats_return(
 def test_tokens_have_their_texts(serve: Serve, tokenizer: Tokenizer) -> None:
     given = tokenizer.encode(" 🙂", add_special_tokens=False)
     served = serve(lambda request: steps(request, given))
-    trace = told(served, COMPLETION, "/v1/completions")
+    trace = trace_of(served, COMPLETION, "/v1/completions")
     tokens = [token for step in trace for token in step["tokens"]]
     assert "".join(token["text"] for token in tokens) == " 🙂"
     assert any(token["text"] == "" for token in tokens)  # part of a character
     assert any("\N{REPLACEMENT CHARACTER}" in token["token"] for token in tokens)
-    as_ids = told(served, COMPLETION | {"return_tokens_as_token_ids": True}, "/v1/completions")
+    as_ids = trace_of(served, COMPLETION | {"return_tokens_as_token_ids": True}, "/v1/completions")
     assert as_ids[0]["tokens"][0]["token"] == f"token_id:{given[0]}"
 
 
 def test_without_drafts_tokens_are_plain_and_have_no_source(serve: Serve) -> None:
-    trace = told(serve(), COMPLETION, "/v1/completions")
+    trace = trace_of(serve(), COMPLETION, "/v1/completions")
     assert {step["source"] for step in trace} == {None}
     assert {token["kind"] for step in trace for token in step["tokens"]} == {"plain"}
 
@@ -109,7 +109,7 @@ def test_tokens_behind_a_stop_string_are_left_out(serve: Serve, tokenizer: Token
     given = tokenizer.encode("abcdefg", add_special_tokens=False)
     served = serve(lambda request: steps(request, given, sizes=(len(given),), num_drafts=8))
     body = COMPLETION | {"stop": "b", "max_tokens": 20}
-    (step,) = told(served, body, "/v1/completions")
+    (step,) = trace_of(served, body, "/v1/completions")
     assert "".join(token["token"] for token in step["tokens"]).endswith("b")
     assert step["num_accepted"] == len(given) - 1
     assert {token["kind"] for token in step["tokens"]} == {"accepted"}

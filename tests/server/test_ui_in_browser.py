@@ -75,7 +75,7 @@ def finished(page: Page) -> str:
     return page.text("#status")
 
 
-def told(server: RunningServer, **fields: object) -> list[dict[str, Any]]:
+def trace_of(server: RunningServer, **fields: object) -> list[dict[str, Any]]:
     """The trace of the same completion, asked for without the page."""
     body = {"prompt": PROMPT, "temperature": 0.8, "seed": 5, "max_tokens": 40, "logprobs": 5}
     speculation = {"num_speculative_tokens": 3, "trace": True}
@@ -90,7 +90,7 @@ def test_tokens_have_the_text_and_the_kind_that_the_server_returns(
 ) -> None:
     ask(page, mode="completion", max_tokens=40)
     assert finished(page).startswith("Cut off at the maximum number of tokens: 40 tokens in ")
-    trace = told(server)
+    trace = trace_of(server)
     shown = page.script(
         "return [...document.querySelectorAll('.answer .token')].map(t =>"
         " [t.textContent, t.classList[1]])"
@@ -295,7 +295,7 @@ def test_pointing_at_a_token_shows_all_that_is_known_of_it(
 
     ask(page, mode="completion", max_tokens=40)
     finished(page)
-    trace = told(server)
+    trace = trace_of(server)
     step = next(step for step in trace if len(step["drafts"]) - step["num_accepted"] > 1)
     index = sum(len(each["tokens"]) for each in trace[: step["step"]]) - 1
     page.script("arguments[0].scrollIntoView({block: 'center'})", page.all(".answer .token")[index])
@@ -349,7 +349,7 @@ def test_everything_can_be_reached_with_the_keyboard(page: Page) -> None:
 def test_the_slider_goes_back_to_any_step(page: Page, server: RunningServer) -> None:
     ask(page, mode="completion", max_tokens=40)
     finished(page)
-    trace = told(server)
+    trace = trace_of(server)
     for number in (1, len(trace) // 2, len(trace)):
         page.script(
             "const s = document.querySelector('#step'); s.value = arguments[0];"

@@ -61,13 +61,17 @@ def test_it_can_be_turned_off(serve: Serve, path: str) -> None:
 
 def test_info_shows_what_is_served(serve: Serve) -> None:
     served = serve()
-    told = get(served.app, "/info").json()
-    assert (told["model"], told["state"], told["chats"]) == ("test-model", "ready", True)
-    assert told["engine"]["speculation"]["num_speculative_tokens"] == 4
-    assert told["engine"]["draft"]["dtype"] == "float32"
+    reported = get(served.app, "/info").json()
+    assert (reported["model"], reported["state"], reported["chats"]) == (
+        "test-model",
+        "ready",
+        True,
+    )
+    assert reported["engine"]["speculation"]["num_speculative_tokens"] == 4
+    assert reported["engine"]["draft"]["dtype"] == "float32"
     served.client.info, served.client.state = None, "starting"
-    told = get(served.app, "/info").json()
-    assert (told["state"], told["engine"]) == ("starting", None)
+    reported = get(served.app, "/info").json()
+    assert (reported["state"], reported["engine"]) == ("starting", None)
 
 
 def test_the_page_asks_for_no_more_logprobs_than_the_server_returns(serve: Serve) -> None:
@@ -81,10 +85,10 @@ def test_the_page_asks_for_no_more_logprobs_than_the_server_returns(serve: Serve
 def test_info_names_models_and_no_folders(serve: Serve) -> None:
     def names(target: str, draft: str | None) -> tuple[str, str | None]:
         pair = {"target": {"model": target}, "draft": {"model": draft}}
-        told = get(serve(pair=pair).app, "/info").json()["engine"]
-        assert told["speculation"]["adaptive"] is True
-        assert told["speculation"]["verification"] == "block"
-        return told["target"]["model"], told["draft"]["model"]
+        reported = get(serve(pair=pair).app, "/info").json()["engine"]
+        assert reported["speculation"]["adaptive"] is True
+        assert reported["speculation"]["verification"] == "block"
+        return reported["target"]["model"], reported["draft"]["model"]
 
     assert names("Qwen/Qwen3-8B", "/data/private/draft") == ("Qwen/Qwen3-8B", "draft")
     assert names("./models/mine", None) == ("mine", None)
@@ -150,8 +154,10 @@ def test_streams_share_the_numbers_of_a_moment(
 
     times = asyncio.run(run())
     assert len(taken) < sum(map(len, times)) / 5
-    for told in times:
-        assert told == sorted(set(told))  # none twice: rates are differences divided by times
+    for reported in times:
+        assert reported == sorted(
+            set(reported)
+        )  # none twice: rates are differences divided by times
 
 
 def test_it_ends_when_its_reader_leaves(serve: Serve) -> None:

@@ -227,9 +227,9 @@ def test_names_that_a_client_made_up_write_no_line_and_no_header(
     caplog.set_level(logging.DEBUG, "outrider.server")
     names = ["a\nERROR forged", "b\r\nset-cookie: x", "\x1b[31mred", "\x7f", "ü" * 500, "", ", x"]
     reply = send(serve(unknown_fields=policy), OK | dict.fromkeys(names, 1))
-    told = reply.headers.get(HEADER, "") + caplog.text + reply.headers.get("set-cookie", "")
+    reported = reply.headers.get(HEADER, "") + caplog.text + reply.headers.get("set-cookie", "")
     if policy == "refuse":
-        told += reply.error["message"] + reply.error["param"]
+        reported += reply.error["message"] + reply.error["param"]
     for record in caplog.records:
         message = record.getMessage()
         assert message.isprintable()
@@ -238,8 +238,8 @@ def test_names_that_a_client_made_up_write_no_line_and_no_header(
     header = reply.headers.get(HEADER, "")
     assert header.isprintable()
     assert header.isascii()
-    assert "\x1b" not in told
-    assert "ü" * 100 not in told
+    assert "\x1b" not in reported
+    assert "ü" * 100 not in reported
     assert "set-cookie" not in reply.headers
 
 

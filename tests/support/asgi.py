@@ -35,12 +35,12 @@ class Reply:
     @property
     def named_events(self) -> list[dict[str, Any]]:
         """The events of a stream, whose names are their types."""
-        told = []
+        found = []
         for event in self.body.decode().split("\n\n")[:-1]:
             name, data = event.split("\n")
-            told.append(json.loads(data.removeprefix("data: ")))
-            assert name == f"event: {told[-1]['type']}"
-        return told
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}"
+        return found
 
     @property
     def chunks(self) -> list[Any]:

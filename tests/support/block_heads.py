@@ -41,8 +41,8 @@ def save_tiny_block_head(
     """A head of random weights for a tiny target: DSpark with a Markov head, DFlash2 with a
     selector, else DFlash. `keys` are more of the config.
     """
-    told = AutoConfig.from_pretrained(target)
-    vocab, width = told.vocab_size, told.hidden_size
+    stated = AutoConfig.from_pretrained(target)
+    vocab, width = stated.vocab_size, stated.hidden_size
     random = RandomWeights(seed, scale)
     matrix, norm = random.matrix, random.norm
     size = draft_vocab or vocab
@@ -113,9 +113,9 @@ class PlainBlockHead(PlainLayers):
     """The formulas over the whole context at once, without a cache."""
 
     def __init__(self, path: Path, target_embedding: Tensor, target_head: Tensor) -> None:
-        told = json.loads((path / "config.json").read_text())
-        self.own = told | told.get("dflash_config", {})
-        self.layers = told.get("transformer_layer_config", told)
+        stated = json.loads((path / "config.json").read_text())
+        self.own = stated | stated.get("dflash_config", {})
+        self.layers = stated.get("transformer_layer_config", stated)
         self.w = tensors_of(path)
         self.embedding = self.w.get("embed_tokens.weight", target_embedding)
         self.head = self.w.get("lm_head.weight", target_head)
@@ -123,7 +123,7 @@ class PlainBlockHead(PlainLayers):
         self.boundaries: list[int] = (
             self.own["aux_hidden_state_layer_ids"] if ids is None else [i + 1 for i in ids]
         )
-        is_native_dspark = "DSpark" in "".join(told.get("architectures", []))
+        is_native_dspark = "DSpark" in "".join(stated.get("architectures", []))
         self.from_anchor = self.own.get("sample_from_anchor", is_native_dspark)
 
     def states(self, g: Tensor, anchor: int, k: int) -> Tensor:

@@ -50,7 +50,7 @@ class ScriptedSharedEngine(SharedEngine):
     async def start(self) -> EngineInfo:
         decoder = msgspec.msgpack.Decoder(Up)
         self._to_sharer = Connection(self._context, self._endpoint, decoder, lambda message: None)
-        self.owner.on_change = self.tell
+        self.owner.on_change = self.report
         starting = asyncio.create_task(self.owner.start())
         try:
             return await super().start()
@@ -58,7 +58,7 @@ class ScriptedSharedEngine(SharedEngine):
             await asyncio.wait({starting})
             starting.exception()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         assert self._to_sharer is not None
         self._to_sharer.send(self.owner.status)
 

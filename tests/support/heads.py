@@ -86,8 +86,8 @@ def save_tiny_head(
     **flags: bool,
 ) -> Path:
     """A head of random weights for a tiny target, whose ids it drafts `draft_vocab` of."""
-    told = AutoConfig.from_pretrained(target)
-    vocab, theirs = told.vocab_size, told.hidden_size
+    stated = AutoConfig.from_pretrained(target)
+    vocab, theirs = stated.vocab_size, stated.hidden_size
     width = hidden_size or theirs
     random = RandomWeights(seed, scale)
     matrix, norm = random.matrix, random.norm
@@ -203,11 +203,11 @@ class PlainHead(PlainLayers):
     """The formulas, row by row and without a cache: every row looks back at all before it."""
 
     def __init__(self, path: Path, target_embedding: Tensor) -> None:
-        self.told = json.loads((path / "config.json").read_text())
+        self.stated = json.loads((path / "config.json").read_text())
         self.w = tensors_of(path)
         self.embedding = self.w.get("embed_tokens.weight", target_embedding)
-        self.boundaries: list[int] = self.told["eagle_aux_hidden_state_layer_ids"]
-        layers = self.told.get("transformer_layer_config", self.told)
+        self.boundaries: list[int] = self.stated["eagle_aux_hidden_state_layer_ids"]
+        layers = self.stated.get("transformer_layer_config", self.stated)
         first = "midlayer" if "midlayer.hidden_norm.weight" in self.w else "layers.0"
         self.layers = [first, *(f"layers.{i}" for i in range(1, layers["num_hidden_layers"]))]
 
@@ -228,7 +228,7 @@ class PlainHead(PlainLayers):
         first = self.layers[0]
         e = self.norm(f"{first}.input_layernorm", self.embedding[tokens])
         a = self.norm(f"{first}.hidden_norm", f)
-        x = a if self.told.get("norm_before_residual") else f
+        x = a if self.stated.get("norm_before_residual") else f
         for layer in self.layers:
             z = torch.cat((e, a), -1)
             if layer != first:
@@ -238,7 +238,7 @@ class PlainHead(PlainLayers):
         return x
 
     def recycled(self, y: Tensor) -> Tensor:
-        return self.norm("norm", y) if self.told.get("norm_output") else y
+        return self.norm("norm", y) if self.stated.get("norm_output") else y
 
     def logits(self, y: Tensor, vocab: int) -> Tensor:
         """[N, hidden] -> [N, V], -inf where the draft has no token."""

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from outrider.server.text.call_stream import CallArguments, CallStart
-from outrider.server.text.message_parser import Part, Text
+from outrider.server.text.message_parser import MessagePart, Text
 from outrider.server.text.tool_calls import ToolCall
 
 
-def joined(parts: Iterable[Part]) -> list[Text | ToolCall]:
+def joined(parts: Iterable[MessagePart]) -> list[Text | ToolCall]:
     """Neighbouring texts of a kind as one text, and calls with all of their arguments."""
     result: list[Text | ToolCall] = []
     for part in parts:

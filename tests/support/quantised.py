@@ -86,13 +86,13 @@ def _written(
     folder: Path,
     quantised: dict[str, Tensor],
     meant: dict[str, Tensor],
-    told: dict[str, Any],
+    stated: dict[str, Any],
 ) -> Path:
     for kind, kept in (("quantised", quantised), ("meant", meant)):
         path = Path(shutil.copytree(plain, folder / kind))
         save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = told
+    config["quantization_config"] = stated
     (folder / "quantised/config.json").write_text(json.dumps(config))
     return folder / "quantised"
 

@@ -20,7 +20,7 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.one_prompt import PAGE, num_pages_of, one_prompt
 from outrider.engine.models.shares import WHOLE, Share
-from outrider.engine.ranks.group import Group, path_of
+from outrider.engine.ranks.group import RankGroup, path_of
 from outrider.engine.ranks.shared_decoder import SharedDecoder
 
 CPU = torch.device("cpu")
@@ -68,8 +68,8 @@ def whole(path: Path, **options: Any) -> Passes:
     return passes(load(str(path), **options))
 
 
-class RankGroup:
-    def __init__(self, connections: dict[int, socket.socket], group: Group) -> None:
+class JoinedRanks:
+    def __init__(self, connections: dict[int, socket.socket], group: RankGroup) -> None:
         """`connections`: to the process of each other rank."""
         self._connections, self._group = connections, group
 
@@ -91,7 +91,7 @@ class RankGroup:
 
 
 @contextmanager
-def rank_group(size: int) -> Iterator[RankGroup]:
+def rank_group(size: int) -> Iterator[JoinedRanks]:
     meeting_fd = os.memfd_create("outrider-ranks-of-a-test")
     connections: dict[int, socket.socket] = {}
     for rank in range(1, size):
@@ -108,7 +108,7 @@ def rank_group(size: int) -> Iterator[RankGroup]:
         connections[pid] = ours
     group = _joined(0, size, meeting_fd)
     try:
-        yield RankGroup(connections, group)
+        yield JoinedRanks(connections, group)
     finally:
         for pid, connection in connections.items():
             os.kill(pid, signal.SIGKILL)
@@ -118,14 +118,14 @@ def rank_group(size: int) -> Iterator[RankGroup]:
         os.close(meeting_fd)
 
 
-def _joined(rank: int, size: int, meeting_fd: int) -> Group:
-    group = Group(rank, size)
+def _joined(rank: int, size: int, meeting_fd: int) -> RankGroup:
+    group = RankGroup(rank, size)
     group.join(path_of(meeting_fd), CPU)
     return group
 
 
 @torch.inference_mode()
-def _follow(connection: socket.socket, group: Group) -> None:
+def _follow(connection: socket.socket, group: RankGroup) -> None:
     for line in connection.makefile():
         path, quantization = line.rstrip("\n").split("\t")
         decoder = load(path, Share(group.rank, group.size), quantization=quantization or None)

@@ -13,11 +13,11 @@ from outrider.distill.recipe import DistillError, Recipe
 from outrider.distill.text import Conversation, Writer, load_shards, shard_path
 
 
-def written(folder: Path, **told: Any) -> tuple[Any, list[Conversation]]:
+def written(folder: Path, **given: Any) -> tuple[Any, list[Conversation]]:
     """The tokenizer of a tiny target, and a shard that it wrote by such a recipe."""
     target = save_tiny_model_with_tokenizer(folder / "target", max_position_embeddings=512)
     path = shard_path(folder, 0)
-    Writer(Recipe(target=str(target), out="", **told), "cpu").write(0, path)
+    Writer(Recipe(target=str(target), out="", **given), "cpu").write(0, path)
     return AutoTokenizer.from_pretrained(target), load_shards([path])
 
 
@@ -27,9 +27,9 @@ def test_tokens_that_end_a_turn_are_those_that_a_server_ends_at(tmp_path: Path) 
     own = tokenizer.eos_token_id
     for name, stated in (("config.json", 5), ("generation_config.json", [7, 6])):
         path = target / name
-        told = json.loads(path.read_text()) if path.exists() else {}
+        given = json.loads(path.read_text()) if path.exists() else {}
         (target / "generation_config.json").unlink(missing_ok=True)
-        path.write_text(json.dumps(told | {"eos_token_id": stated}))
+        path.write_text(json.dumps(given | {"eos_token_id": stated}))
         ids = stated if isinstance(stated, list) else [stated]
         assert frame(tokenizer, str(target)).eos_token_ids == tuple(sorted({own, *ids}))
     path.write_text("{")

@@ -26,7 +26,7 @@ PATIENCE_S = 150.0
 
 
 class Traffic:
-    """Clients that ask one after another, until told to stop."""
+    """Clients that ask one after another, until they are stopped."""
 
     def __init__(self, http: httpx.AsyncClient, num_clients: int, **body: Any) -> None:
         self.outcomes: Counter[str] = Counter()
