@@ -216,10 +216,9 @@ class Worker:
         """Run the largest steps on dummy sequences, to measure their memory: of prompts, and of
         verifications, whose attention adds up parts.
         """
-        num_seqs, num_rows = self.slots.max_num_seqs, self.slots.max_drawn + 1
-        self.pair.target.rehearse_short(
-            num_seqs, max(1, min(num_rows, self._most_rows // num_seqs))
-        )
+        num_seqs = min(self.slots.max_num_seqs, self._most_rows)
+        num_rows = min(self.slots.max_drawn + 1, self._most_rows // num_seqs)
+        self.pair.target.rehearse_short(num_seqs, num_rows)
         num_logits = min(self.slots.max_num_seqs * (self.slots.max_drafts + 1), self._most_rows)
         scored = self.scorer.rehearse(self._most_rows, num_logits)
         for source in self.proposer.sources:
