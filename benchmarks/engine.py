@@ -16,8 +16,9 @@ ended, as a fixed set of prompts is timed: sequences with more accepted drafts e
 the rest is decoded in smaller batches, which plain decoding never does. The best k is best by
 tokens/s. "Prefill too" is to the end as well, the clock started before the prompts.
 
-DRAFT is a model, a head, or mtp: the head in the target's own checkpoint. --k and --best-of must
-not go beyond what a head drafts. With --tokens-a-step a step gives that many tokens on the
+DRAFT is a model, a head, or mtp: the head in the target's own checkpoint, or in the folder mtp
+beside it, where published_shapes.py writes it. --k and --best-of must not go beyond what a head
+drafts. With --tokens-a-step a step gives that many tokens on the
 average, each draft with the same chance, whatever draft and target say: it times a head of random
 weights, whose drafts nobody would accept. Nothing else changes: drafts are drawn and verified as
 ever, and then the verdict is replaced. Such tables say so in their first line. With --at-k that
@@ -27,13 +28,19 @@ The floor is that of the weights that the first GPU reads once a step. Draft, ta
 that GPU's time for their graphs in steps of a full batch, measured in a second pass over the same
 text with a pause in front of each graph, so that no launch is waited for. Idle is the rest of the
 step: the host's, and that of copies between the graphs.
+
+Each line decodes three times: a little before, so that nothing happens for the first time; timed;
+and for the parts. With --once it is timed alone, and the parts are left out: where a line takes
+minutes, and for a first look. How far it has come is shown on stderr every few seconds.
 """
 
 import argparse
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +64,7 @@ PARTS = ("draft", "target", "verify")
 MTP = "mtp"
 PAGE_TOKENS = 16
 SEARCH_TOKENS = 64  # decoded for each k that is tried
+PROGRESS_S = 5.0  # between two lines of progress
 PAUSE_CYCLES = 1_000_000  # about half a millisecond, in which a graph is launched
 
 
@@ -74,14 +82,14 @@ def build(args: argparse.Namespace) -> Engine:
                 tensor_parallel=args.tensor_parallel,
             ),
             draft=ModelConfig(
-                path=args.target if args.draft == MTP else args.draft,
+                path=mtp_folder(args.target) if args.draft == MTP else args.draft,
                 dtype=args.dtype,
                 quantization=args.draft_quantization,
                 is_mtp=args.draft == MTP,
             )
             if k
             else None,
-            device="cuda",
+            device=args.device,
             batch_invariant=args.batch_invariant,
             max_model_len=longest,
             cache=CacheConfig(
@@ -92,8 +100,35 @@ def build(args: argparse.Namespace) -> Engine:
             ),
             scheduler=SchedulerConfig(max_num_seqs=max(args.batch), max_num_batched_tokens=8192),
             speculation=SpeculationConfig(num_speculative_tokens=k, adaptive=False),
-        )
+        ),
+        Progress().stage,
     )
+
+
+def mtp_folder(target: str) -> str:
+    """Where the MTP head of a target lies."""
+    own = Path(target, MTP)
+    return str(own if own.is_dir() else target)
+
+
+class Progress:
+    """Shows on stderr how far long work has come, every few seconds."""
+
+    def __init__(self) -> None:
+        self._start_s = self._shown_s = time.perf_counter()
+        self._shown = ""
+
+    def stage(self, stage: str, done: int, total: int) -> None:
+        """Of the start; each stage is shown once at least."""
+        if stage != self._shown:
+            self._shown, self._shown_s = stage, 0.0
+        self.show(lambda: f"{stage} {done}/{total}")
+
+    def show(self, text: Callable[[], str]) -> None:
+        now_s = time.perf_counter()
+        if now_s - self._shown_s >= PROGRESS_S:
+            self._shown_s = now_s
+            print(f"  {now_s - self._start_s:6.1f} s  {text()}", file=sys.stderr, flush=True)
 
 
 class Measured:
@@ -114,11 +149,16 @@ class Measured:
         self._firsts = range(0, args.sequences, batch)  # of each batch
         self.tokens_per_s = self.to_end_per_s = self.prefill_too_per_s = 0.0
         self.step_s = self.acceptance = 0.0
+        self._progress = Progress()
+        self._wanted = 0  # tokens of all batches of a line
 
     def decode(self, new_tokens: int) -> None:
         """Decode all to their ends; the clock runs once a batch's prompts are computed."""
         num_tokens = num_full_tokens = num_full_steps = num_drafted = num_accepted = 0
         spent_s = full_s = whole_s = 0.0
+        self._progress = Progress()
+        self._wanted = self._engine.stats().generation_tokens
+        self._wanted += len(self._firsts) * self._batch * new_tokens
         for first in self._firsts:
             whole_s -= time.perf_counter()
             self._start(first, new_tokens)
@@ -128,6 +168,7 @@ class Measured:
             num_full_tokens += self._engine.stats().generation_tokens - before.generation_tokens
             while self._engine.has_work():
                 self._engine.step()
+                self._show()
             spent_s += time.perf_counter() - start_s
             whole_s += time.perf_counter()
             after = self._engine.stats()
@@ -166,14 +207,23 @@ class Measured:
         num_before = engine.stats().generation_tokens
         while engine.stats().generation_tokens < num_before + self._batch:
             engine.step()
+            self._show()
 
     def _step_while_full(self) -> int:
         """Step until the first sequence of the batch ends; returns the number of steps."""
         num_steps, ended = 0, False
         while not ended:
             ended = any(output.finish_reason for output in self._engine.step())
+            self._show()
             num_steps += 1
         return num_steps
+
+    def _show(self) -> None:
+        self._progress.show(self._left)
+
+    def _left(self) -> str:
+        left = self._wanted - self._engine.stats().generation_tokens
+        return f"batch {self._batch}, k {self._k}: {left} tokens to go"
 
 
 @contextmanager
@@ -255,6 +305,8 @@ def main() -> None:
     parser.add_argument("--at-k", type=int, help="the k that --tokens-a-step is for; every k")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--tb-per-s", type=float, default=4.3, help="of the floor: a copy's rate")
+    parser.add_argument("--device", default="cuda", help="cpu: to try a command with tiny shapes")
+    parser.add_argument("--once", action="store_true", help="decode each line once, without parts")
     parser.add_argument("--batch-invariant", action="store_true", help="engine.batch_invariant")
     args = parser.parse_args()
 
@@ -282,18 +334,22 @@ def main() -> None:
             rates = [each.tokens_per_s for each in measure]
             best = {rates.index(max(rates))} if args.best_of else set()
             for k in sorted({*args.k} | best):
-                measure[k].decode(SEARCH_TOKENS)  # kernels for its shapes are compiled
+                if not args.once:
+                    measure[k].decode(SEARCH_TOKENS)
                 measure[k].decode(args.new_tokens)
-                parts = measure[k].parts(args.new_tokens)
+                parts = {} if args.once else measure[k].parts(args.new_tokens)
                 step_s = measure[k].step_s
                 floor_ms = bytes_read(engine, k) / args.tb_per_s / 1e9
-                spent = "  ".join(f"{1e3 * parts[part]:7.2f}" for part in PARTS)
+                spent = "  ".join(
+                    f"{1e3 * parts[part]:7.2f}" if parts else f"{'-':>7}" for part in PARTS
+                )
+                idle = f"{1 - sum(parts.values()) / step_s:.1%}" if parts else "-"
                 print(
                     f"{batch:5d} {temperature:4.1f}  {k:2d}{' best' if k in best else '     '}"
                     f" {measure[k].tokens_per_s:8.1f} {measure[k].to_end_per_s:8.1f}"
                     f"     {measure[k].prefill_too_per_s:8.1f}  {measure[k].acceptance:8.3f}"
                     f"  {1e3 * step_s:7.2f}  {floor_ms:8.2f}  |  {spent}"
-                    f"  |  {1 - sum(parts.values()) / step_s:.1%}",
+                    f"  |  {idle}",
                     flush=True,
                 )
 
