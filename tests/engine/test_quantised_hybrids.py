@@ -7,7 +7,7 @@ import torch
 from mtp import check_drafts, save_tiny_hybrid
 from paged import PROMPT, run_prompt
 from quantised import quantise
-from tiny_models import DEVICE
+from tiny_models import DEVICE, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.config import ModelConfig
@@ -20,6 +20,17 @@ SHAPE = {
     "head_dim": 32,
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
+    "scale": 0.1,
+}
+NEMOTRON = {
+    "mamba_num_heads": 8,
+    "hidden_size": 192,
+    "intermediate_size": 320,
+    "head_dim": 32,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 32,
+    "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 64,
     "scale": 0.1,
 }
 EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
@@ -54,11 +65,32 @@ def test_a_hybrid_computes_what_its_codes_mean(
     shape = SHAPE | EXPERTS if architecture == "qwen3_next" else SHAPE
     plain = save_tiny_hybrid(tmp_path / "plain", architecture, **shape)
     path = quantise(plain, tmp_path, name, leave=PUBLISHED[name])
+    check_logits(path, tmp_path / "meant")
+    check_drafts(path, tmp_path / "meant")
+
+
+def check_logits(path: Path, meant: Path) -> None:
     network = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
     assert isinstance(network, Decoder)
-    eager = AutoModelForCausalLM.from_pretrained(tmp_path / "meant", attn_implementation="eager")
+    eager = AutoModelForCausalLM.from_pretrained(meant, attn_implementation="eager")
     with torch.inference_mode():
         expected = eager.to(DEVICE)(PROMPT[None]).logits[0]
     torch.testing.assert_close(run_prompt(network).logits, expected, rtol=1e-3, atol=1e-3)
 
-    check_drafts(path, tmp_path / "meant")
+
+@pytest.mark.parametrize(
+    ("name", "leave"),
+    [
+        ("modelopt mixed", ("q_proj", "k_proj", "v_proj", "o_proj")),  # as NVIDIA's
+        *(
+            pytest.param(name, (), marks=pytest.mark.deep)
+            for name in ("fp8 of blocks", "awq", "ct 4 bits")
+        ),
+    ],
+)
+def test_mamba2_and_experts_without_gates_compute_what_their_codes_mean(
+    name: str, leave: tuple[str, ...], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    plain = save_tiny_model(tmp_path / "plain", "nemotron_h", **NEMOTRON)
+    check_logits(quantise(plain, tmp_path, name, leave=leave), tmp_path / "meant")
