@@ -54,7 +54,7 @@ class Original:
         self.model.eval().requires_grad_(False)
         decoder, self._last_norm = self.model.get_decoder(), last_norm
         # RoPE's frequencies are no weights: on the meta device they have not been computed.
-        if hasattr(decoder, "rotary_emb"):
+        if getattr(decoder, "rotary_emb", None) is not None:
             decoder.rotary_emb = type(decoder.rotary_emb)(config).to(device)
 
     def fill(self, checkpoint: AnyCheckpoint) -> None:

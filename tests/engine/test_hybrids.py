@@ -1,5 +1,5 @@
 """Targets of which most layers keep a state in place of KV, which cannot go back: Qwen3.5 and
-its mixtures, and Nemotron 3.
+its mixtures, Nemotron 3, and Granite 4.
 
 test_random_comparison.py has one among its kinds: any mixture of sequences, to the bit.
 """
@@ -14,7 +14,7 @@ import pytest
 import torch
 from engines import GREEDY, engine_config, is_greedy, lagging, prompts, run, tokens
 from mtp import PlainHybrid, save_tiny_hybrid
-from paged import PROMPT, run_prompt
+from paged import PROMPT, check_against_eager, run_prompt
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     DEVICE,
@@ -76,7 +76,13 @@ def test_greedy_answers_are_the_targets_own(target: Path) -> None:
 
 @pytest.mark.parametrize(
     ("lag", "architecture"),
-    [(0, "qwen3_5_text"), (1, "qwen3_5_text"), (1, "qwen3_5_moe_text"), (1, "nemotron_h")],
+    [
+        (0, "qwen3_5_text"),
+        (1, "qwen3_5_text"),
+        (1, "qwen3_5_moe_text"),
+        (1, "nemotron_h"),
+        pytest.param(1, "granitemoehybrid", marks=pytest.mark.deep),
+    ],
 )
 def test_any_number_of_drafts_may_be_accepted(
     lag: int, architecture: str, tiny_model: Tiny
@@ -325,6 +331,14 @@ def test_a_state_that_differs_from_transformers_is_refused(
     monkeypatch.setattr(part, "gated_norm", off)
     with pytest.raises(UnsupportedModelError, match="computes layer 0 at position 0 differently"):
         load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+
+
+@pytest.mark.parametrize("rope", [None, "rope"])
+def test_granites_hybrids_may_have_no_experts(rope: str | None, tmp_path: Path) -> None:
+    options = {"num_local_experts": 0, "position_embedding_type": rope}
+    path = save_tiny_model(tmp_path, "granitemoehybrid", **options)
+    network = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+    check_against_eager(network, path)
 
 
 @torch.inference_mode()

@@ -18,11 +18,12 @@ from outrider.engine.models.hugging_face import HuggingFaceModel, PackedLinear
 from outrider.engine.models.loading import load_network
 
 # Only our decoder keeps their states.
-HYBRIDS = {"nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+HYBRIDS = {"granitemoehybrid", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 OURS = {
     "exaone4",
     "glm4_moe",
     "granitemoe",
+    "granitemoehybrid",
     "llama",
     "mimo",
     "mistral",

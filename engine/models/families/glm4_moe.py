@@ -15,6 +15,7 @@ from outrider.kernels.model.rms_norm import Norm
 
 from ..blocks import Block
 from ..parts.base import Part
+from ..parts.gated_mlp import GatedMLP
 from .llama import Llama
 
 
@@ -39,5 +40,11 @@ class Glm4Moe(Llama):
             return super().mlp(name, norm, layer, **options)
         num_experts, inner = config.n_routed_experts, config.moe_intermediate_size
         router = self.sigmoid_router(name, num_experts)
-        shared = "shared_experts", inner * config.n_shared_experts
+        shared = GatedMLP.read(
+            self.tensors,
+            f"{name}.shared_experts",
+            norm=None,
+            width=config.hidden_size,
+            inner=inner * config.n_shared_experts,
+        )
         return self.experts(name, norm, router, num_experts, inner, exact=True, shared=shared)

@@ -20,7 +20,7 @@ from .llama import Llama
 
 
 class GraniteMoe(Llama):
-    model_types = ("granitemoe",)
+    model_types: ClassVar[tuple[str, ...]] = ("granitemoe",)
     fields = Llama.fields | {
         "attention_multiplier", "embedding_multiplier", "logits_scaling", "num_experts_per_tok",
         "num_local_experts", "residual_multiplier",

@@ -7,7 +7,6 @@ A row chooses experts by sigmoids plus a bias, as in GLM; see glm4_moe.py.
 """
 
 import copy
-import math
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -61,12 +60,9 @@ class NemotronH(Llama):
     def why_unknown(cls, config: PreTrainedConfig) -> str | None:
         if config.mamba_ssm_cache_dtype != "float32":
             return f"its state is kept in {config.mamba_ssm_cache_dtype}; here it is float32"
-        if (limit := tuple(config.time_step_limit)) != (0, math.inf):
-            return f"its time steps are limited to {limit}"
         heads, groups = config.mamba_num_heads, config.n_groups
-        if groups < 1 or heads % groups:
-            return f"{heads} heads of Mamba2 cannot share {groups} groups"
-        return super().why_unknown(config)
+        reason = Mamba2.why_impossible(heads, groups, config.time_step_limit)
+        return reason or super().why_unknown(config)
 
     @classmethod
     def compared(cls, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -92,7 +88,7 @@ class NemotronH(Llama):
             case "moe":
                 return Block(self.mixture(mixer, norm))
             case _:
-                return Block(self.mlp(mixer, norm, layer))
+                return Block(self.plain_mlp(mixer, norm, self.config.intermediate_size))
 
     def mamba2(self, name: str, norm: Norm) -> Mamba2:
         config = self.config
@@ -111,15 +107,16 @@ class NemotronH(Llama):
             num_taps=config.conv_kernel,
         )
 
-    def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
-        width, inner = self.config.hidden_size, self.config.intermediate_size
+    def plain_mlp(self, name: str, norm: Norm | None, inner: int) -> PlainMLP:
+        width = self.config.hidden_size
         return PlainMLP.read(self.tensors, name, norm=norm, width=width, inner=inner)
 
     def mixture(self, name: str, norm: Norm) -> Part:
         config = self.config
         num_experts, inner = config.n_routed_experts, config.moe_intermediate_size
         router = self.sigmoid_router(name, num_experts)
-        shared = "shared_experts", config.moe_shared_expert_intermediate_size
+        shared_inner = config.moe_shared_expert_intermediate_size
+        shared = self.plain_mlp(f"{name}.shared_experts", None, shared_inner)
         return self.experts(
             name, norm, router, num_experts, inner, exact=True, shared=shared,
             activation=RELU_SQUARED,

@@ -19,4 +19,4 @@ class Phi3(Llama):
         return super().mixer(name, norm, layer, fused=True, **options)
 
     def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
-        return super().mlp(name, norm, layer, fused=True, **options)
+        return super().mlp(name, norm, layer, fused="gate_up_proj", **options)

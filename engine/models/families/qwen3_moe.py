@@ -32,8 +32,8 @@ class Qwen3Moe(Windowed):
             return super().mlp(name, norm, layer, **options)
         router = Router(config.num_experts_per_tok, over_all=not config.norm_topk_prob)
         num_experts, inner = config.num_experts, config.moe_intermediate_size
-        return self.experts(name, norm, router, num_experts, inner, **self.shared_expert())
+        return self.experts(name, norm, router, num_experts, inner, **self.shared_expert(name))
 
-    def shared_expert(self) -> dict[str, Any]:
+    def shared_expert(self, name: str) -> dict[str, Any]:
         """Options of ExpertMLP.read."""
         return {}

@@ -236,12 +236,12 @@ class ExpertMLP(Part):
         router: Router,
         gate: str = "gate",
         exact: bool = False,
-        shared: tuple[str, int] | None = None,
+        shared: GatedMLP | PlainMLP | None = None,
         shared_gate: str | None = None,
         activation: Activation = SILU,
     ) -> "ExpertMLP":
         """`inner`: outputs of an expert's `up`. `gate`: the router's name. `exact`: its logits are
-        float32. `shared`: name and inner size of the shared expert; `shared_gate`: its gate's name.
+        float32. `shared`: the shared expert, without a norm; `shared_gate`: its gate's name.
 
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape, and
         UnsupportedModelError naming a format that is not served.
@@ -254,17 +254,12 @@ class ExpertMLP(Part):
         outputs = {f"{name}.{gate}": num_experts}
         if shared_gate is not None:
             outputs[f"{name}.{shared_gate}"] = 1
-        layer, expert = tensors.linear(width, outputs), None
+        layer = tensors.linear(width, outputs)
         if exact:
             if not isinstance(layer.weight, Dense):
                 raise UnsupportedModelError(f"its router is in {layer.weight.format}")
             layer = layer._replace(weight=Unrounded(layer.weight.matrix))
         has_gates = isinstance(activation, Glu)
-        if shared is not None:
-            kind = GatedMLP if has_gates else PlainMLP
-            expert = kind.read(
-                tensors, f"{name}.{shared[0]}", norm=None, width=width, inner=shared[1]
-            )
         sizes = {"gate_proj": inner, "up_proj": inner} if has_gates else {"up_proj": inner}
         stored = "gate_up_proj" if has_gates else "up_proj"
         return ExpertMLP(
@@ -275,7 +270,7 @@ class ExpertMLP(Part):
             activation=activation,
             router=router,
             chooser=f"{name}.{gate}",
-            shared=expert,
+            shared=shared,
             is_gated=shared_gate is not None,
         )
 
@@ -296,7 +291,7 @@ class ExpertMLP(Part):
             shared = self.shared.activations(normed)
             if self.is_gated:
                 shared *= logits[:, -1:].sigmoid()
-            self.shared.down.add_to(x, shared)
+            self.shared.add(x, self.shared.down, shared, None)
         return down.weight.add_to(x, inner, routing, down.bias, next_norm)
 
     def _of_experts(self, logits: Tensor) -> Tensor:

@@ -33,23 +33,26 @@ class GatedMLP(Part):
         norm: Norm | None,
         width: int,
         inner: int,
-        fused: bool = False,
+        fused: str | None = None,
+        down: str = "down_proj",
         post_norm: Norm | None = None,
+        factor: float = 1.0,
     ) -> "GatedMLP":
-        """`fused`: gate and up are one layer in the checkpoint.
+        """`fused`: the name of the layer that gate and up are in the checkpoint, if they are one.
 
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape.
         """
         sizes: dict[str, Outputs] = {"gate_proj": inner, "up_proj": inner}
-        if fused:
-            sizes = {"gate_up_proj": (Section(inner), Section(inner))}
+        if fused is not None:
+            sizes = {fused: (Section(inner), Section(inner))}
         return GatedMLP(
             norm=norm,
             gate_up=tensors.linear(
                 width, {f"{name}.{part}": size for part, size in sizes.items()}, axis="outputs"
             ),
-            down=tensors.linear(inner, {f"{name}.down_proj": width}, axis="inputs"),
+            down=tensors.linear(inner, {f"{name}.{down}": width}, axis="inputs"),
             post_norm=post_norm,
+            factor=factor,
         )
 
     def __call__(

@@ -1,5 +1,7 @@
 """Mamba2: it looks at other tokens through a state of one size, not through their KV."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,6 +34,17 @@ class Mamba2(Part):
         self.norm = self.norm and self.inputs.weight.before(self.norm)
 
     @staticmethod
+    def why_impossible(
+        heads: int, groups: int, time_step_limit: Sequence[float] | None
+    ) -> str | None:
+        """Why no layer has these; None if one can."""
+        if (limit := tuple(time_step_limit or ())) != (0, math.inf):
+            return f"its time steps are limited to {limit}"
+        if groups < 1 or heads % groups:
+            return f"{heads} heads of Mamba2 cannot share {groups} groups"
+        return None
+
+    @staticmethod
     def read(
         tensors: AnyCheckpoint,
         name: str,
@@ -40,6 +53,7 @@ class Mamba2(Part):
         width: int,
         heads: StateHeads,
         num_taps: int,
+        factor: float = 1.0,
     ) -> "Mamba2":
         """With a bias of the convolution if the checkpoint has one.
 
@@ -74,6 +88,7 @@ class Mamba2(Part):
             ),
             gated_norm=Norm(gated_by.view(heads.num_key_heads, -1), norm.eps),
             state=HeadStates(heads, num_taps),
+            factor=factor,
         )
 
     def __call__(

@@ -1,0 +1,95 @@
+"""Granite 4's hybrids: a Granite mixture of which most layers are Mamba2, with an MLP that all rows
+share:
+
+x += residual_multiplier * (mamba2(n), or attention(n)),                n = input_layernorm(x)
+x += residual_multiplier * (sum over the experts of a row + shared_mlp(m))
+
+The small ones have no experts, and most have no RoPE.
+"""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.state_layer import StateHeads
+
+from ..attention import Rope
+from ..blocks import Block
+from ..parts.base import Part
+from ..parts.experts import ExpertMLP
+from ..parts.gated_mlp import GatedMLP
+from ..parts.mamba2 import Mamba2
+from .granite_moe import GraniteMoe
+
+
+class GraniteMoeHybrid(GraniteMoe):
+    """Published ones have one group of heads, which ranks cannot share."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("granitemoehybrid",)
+    fields = GraniteMoe.fields | {
+        "layer_types", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state",
+        "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "position_embedding_type",
+        "shared_intermediate_size", "time_step_limit",
+    }  # fmt: skip
+    # How transformers computes it, and what follows from heads.
+    neutral = frozenset({"mamba_chunk_size", "mamba_expand"})
+    per_rank = frozenset()
+    layer_types = frozenset({"full_attention", "linear_attention"})
+
+    @classmethod
+    def why_unknown(cls, config: PreTrainedConfig) -> str | None:
+        heads, groups = config.mamba_n_heads, config.mamba_n_groups
+        reason = Mamba2.why_impossible(heads, groups, config.time_step_limit)
+        return reason or super().why_unknown(config)
+
+    def rope_of(self, layer: int) -> Rope:
+        return self.rope if self.config.position_embedding_type == "rope" else self.no_rope
+
+    def block(self, name: str, layer: int) -> Block:
+        norm = self.norm(f"{name}.input_layernorm")
+        is_mamba2 = self.config.layer_types[layer] == "linear_attention"
+        return Block(
+            self.mamba2(f"{name}.mamba", norm)
+            if is_mamba2
+            else self.mixer(f"{name}.self_attn", norm, layer),
+            self.mlp(name, self.norm(f"{name}.post_attention_layernorm"), layer),
+        )
+
+    def mamba2(self, name: str, norm: Norm) -> Mamba2:
+        config = self.config
+        return Mamba2.read(
+            self.tensors,
+            name,
+            norm=norm,
+            width=config.hidden_size,
+            heads=StateHeads(
+                config.mamba_n_groups,
+                config.mamba_n_heads,
+                config.mamba_d_state,
+                config.mamba_d_head,
+                num_scalars=1,
+            ),
+            num_taps=config.mamba_d_conv,
+            factor=config.residual_multiplier,
+        )
+
+    def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
+        """That of a whole block, which begins with `name`."""
+        config = self.config
+        shared = GatedMLP.read(
+            self.tensors,
+            f"{name}.shared_mlp",
+            norm=None if config.num_local_experts else norm,
+            width=config.hidden_size,
+            inner=config.shared_intermediate_size,
+            fused="input_linear",
+            down="output_linear",
+            factor=config.residual_multiplier,
+        )
+        if not config.num_local_experts:
+            return shared
+        experts = super().mlp(f"{name}.block_sparse_moe", norm, layer)
+        assert isinstance(experts, ExpertMLP)
+        return replace(experts, shared=shared)
