@@ -81,8 +81,6 @@ def _why_not_shared(model: ModelConfig, role: Literal["target", "draft"], alone:
     if reason := why_unknown(config):
         return f"the {role} runs as transformers has it ({reason}): {alone}"
     family = FAMILIES[config.model_type]
-    if not family.per_rank:
-        return f"layers of {config.model_type} are not shared yet: {alone}"
     cut = family.cut_by(config, model.tensor_parallel)
     if not cut:
         return None

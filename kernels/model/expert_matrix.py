@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .narrow_matrix import NarrowMatrix, dequantise
 
-GROUP = 32  # inputs that share a scale in MXFP4
+MXFP4_GROUP = 32  # inputs that share a scale in MXFP4
 
 
 class ExpertMatrix(NamedTuple):
@@ -72,4 +72,4 @@ def part_of(matrix: Tensor | NarrowMatrix, expert: int, num_experts: int) -> Ten
 def is_mxfp4(matrix: NarrowMatrix) -> bool:
     """Whether its scales are powers of two, of 32 inputs, stored as exponents."""
     is_power = matrix.scale.dtype == torch.float8_e8m0fnu
-    return matrix.kind == "fp4" and matrix.group == GROUP and is_power
+    return matrix.kind == "fp4" and matrix.group == MXFP4_GROUP and is_power

@@ -16,7 +16,7 @@ from .._dispatch import num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .e2m1 import scaled_from_e2m1, unscaled
-from .expert_matrix import GROUP, Activation, ExpertMatrix, Glu, is_mxfp4
+from .expert_matrix import MXFP4_GROUP, Activation, ExpertMatrix, Glu, is_mxfp4
 from .narrow_matrix import NarrowMatrix, has_4_bits
 from .narrow_numbers import in_order_by_warp, output_by_warp
 from .narrow_product import codes_of_steps, share_of_product
@@ -51,7 +51,7 @@ def _of_plain(matrix: Tensor, x: Tensor, size: int) -> _Numbers:
 
 def _of_mxfp4(matrix: NarrowMatrix, x: Tensor, size: int) -> _Numbers:
     """For tiles of `size` pairs."""
-    assert matrix.num_in % (2 * GROUP) == 0
+    assert matrix.num_in % (2 * MXFP4_GROUP) == 0
     assert x.dtype != torch.float16, "it cannot hold every number of MXFP4"
     width = matrix.codes.shape[1]
     if size == 128:
@@ -60,7 +60,7 @@ def _of_mxfp4(matrix: NarrowMatrix, x: Tensor, size: int) -> _Numbers:
     else:
         # Several steps in a loop cost fewer instructions.
         most = 5 if size < 64 else 3
-        steps = next(n for n in range(most, 0, -1) if width // GROUP % n == 0)
+        steps = next(n for n in range(most, 0, -1) if width // MXFP4_GROUP % n == 0)
         tiling = {"BLOCK_N": 64, "STEPS": steps, "num_warps": 4, "num_stages": 3}
     numbers = _of_narrow(matrix, x, size)
     options = numbers.options | {"KIND": "mxfp4"} | tiling

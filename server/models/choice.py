@@ -38,7 +38,7 @@ def choose(
     )
     known = known_draft(target, without_hub=without_hub)
     if known is None:
-        return without_draft(settings, f"no draft is known for {target.name}")
+        return with_lookup_alone(settings, f"no draft is known for {target.name}")
     chosen = with_proposer(settings, *EVERY_SOURCE, k=known.num_speculative_tokens)
     draft = settings.draft.model_copy(update={"model": known.model})
     return (
@@ -48,7 +48,7 @@ def choose(
     )
 
 
-def without_draft(settings: Settings, why: str) -> tuple[Settings, str]:
+def with_lookup_alone(settings: Settings, why: str) -> tuple[Settings, str]:
     """Prompt lookup, which needs no second model; returns what `choose` does."""
     return (
         with_proposer(settings, *EVERY_SOURCE[:-1], k=LOOKUP_TOKENS),

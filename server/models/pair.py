@@ -29,7 +29,7 @@ from outrider.engine.models.heads.config import (
 from ..config.settings import MTP, DraftSettings, Settings, TargetSettings
 from ..text.chat_template import read_template
 from ..text.tokenizer import Tokenizer, TokenizerData
-from .choice import choose, with_proposer, without_draft
+from .choice import choose, with_lookup_alone, with_proposer
 from .resolve import resolve
 from .store import ModelError
 from .vocabulary import SAMPLE, Vocabulary, draft_vocabulary, shared_vocab_size
@@ -93,7 +93,7 @@ def prepare_pair(settings: Settings, report: ReportProgress = ignore_progress) -
             return _pair(second, target, config, template, report)
         except DraftError as error:
             why = str(error)
-    chosen, reason = without_draft(settings, f"{why}, so there is no draft model")
+    chosen, reason = with_lookup_alone(settings, f"{why}, so there is no draft model")
     log.warning("%s", reason)
     return _pair(chosen, target, config, template, report)
 

@@ -52,7 +52,7 @@ class Family(ABC):
     })  # fmt: skip
     # The values of those that the configs of its types do not declare: its code has no choice.
     fixed: ClassVar[Mapping[str, Any]] = {}
-    # Fields that count what ranks share; none: ranks cannot share its layers.
+    # Fields that count what ranks share.
     per_rank: ClassVar[frozenset[str]] = frozenset({
         "intermediate_size", "linear_num_key_heads", "linear_num_value_heads",
         "moe_intermediate_size", "num_attention_heads", _KV_HEADS,

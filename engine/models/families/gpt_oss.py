@@ -8,13 +8,13 @@ The weights are a softmax over the logits of the row's experts, the largest of i
 
 from typing import Any
 
-from outrider.kernels.model.expert_matrix import GROUP, Glu
+from outrider.kernels.model.expert_matrix import MXFP4_GROUP, Glu
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Router
 
 from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint
-from ..formats.mxfp4 import read_experts
+from ..formats.mxfp4 import read_mxfp4
 from ..parts.base import Part
 from ..parts.experts import ExpertMLP
 from .llama import Windowed
@@ -33,8 +33,8 @@ class GptOss(Windowed):
     @classmethod
     def cut_by(cls, config: Any, size: int) -> list[str]:
         cut, inner = super().cut_by(config, size), config.intermediate_size
-        if inner % (GROUP * size):  # numbers of a group share a scale
-            cut.append(f"intermediate_size {inner} in groups of {GROUP}")
+        if inner % (MXFP4_GROUP * size):  # numbers of a group share a scale
+            cut.append(f"intermediate_size {inner} in groups of {MXFP4_GROUP}")
         return cut
 
     @classmethod
@@ -42,7 +42,7 @@ class GptOss(Windowed):
         """Experts are as wide as kernels take them: a rank's range is filled up with zeros."""
         share = super().share_of(config, size)
         if size > 1:
-            share.intermediate_size += -share.intermediate_size % (2 * GROUP)
+            share.intermediate_size += -share.intermediate_size % (2 * MXFP4_GROUP)
         return share
 
     def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
@@ -56,8 +56,8 @@ class GptOss(Windowed):
         return ExpertMLP(
             norm=norm,
             router_layer=tensors.linear(width, {f"{name}.router": num_experts}),
-            first=read_experts(tensors, f"{experts}.gate_up_proj", gate_up, top_k, gated=True),
-            down=read_experts(tensors, f"{experts}.down_proj", down, top_k),
+            first=read_mxfp4(tensors, f"{experts}.gate_up_proj", gate_up, top_k, gated=True),
+            down=read_mxfp4(tensors, f"{experts}.down_proj", down, top_k),
             activation=Glu(config.swiglu_alpha or _ALPHA, config.swiglu_limit or _LIMIT, 1.0),
             router=Router(top_k),
             chooser=f"{name}.router",

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.kernels.model.expert_matrix import MXFP4_GROUP
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
 from ..admission import UnsupportedModelError
@@ -16,7 +17,6 @@ _FORMATS = {
     "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized",
     "naive-quantized", "nvfp4-pack-quantized", "pack-quantized",
 }  # fmt: skip
-_MXFP4_GROUP = 32
 
 
 def reader(config: dict[str, Any]) -> Read:
@@ -117,4 +117,4 @@ def _read_e2m1(tensors: Checkpoint, layer: str) -> NarrowMatrix:
     pairs = tensors.stored(f"{layer}.weight_packed")  # [N, K / 2], even inputs low
     codes = torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)
     exponent = tensors.stored(f"{layer}.weight_scale").view(torch.uint8).float() - 127
-    return narrow_matrix("fp4", codes, exponent.exp2().bfloat16().t(), group=_MXFP4_GROUP)
+    return narrow_matrix("fp4", codes, exponent.exp2().bfloat16().t(), group=MXFP4_GROUP)

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels.model.e2m1 import MOST_EXPONENT
-from outrider.kernels.model.expert_matrix import GROUP
+from outrider.kernels.model.expert_matrix import MXFP4_GROUP
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
 from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint, Lent, Read, check_shape
-from ..parts.experts import ExpertWeights, stacked
+from ..parts.experts import ExpertWeights, as_experts
 from ..shares import Cut
 from ..weights import Layer
 
@@ -22,7 +22,7 @@ def reader(config: dict[str, Any]) -> Read:
     return lambda tensors, layer: None
 
 
-def read_experts(
+def read_mxfp4(
     tensors: Checkpoint, name: str, shape: tuple[int, int, int], top_k: int, *, gated: bool = False
 ) -> Layer[ExpertWeights]:
     """The same linear layer of every expert, in MXFP4 also on a CPU; read one expert at a time.
@@ -41,13 +41,14 @@ def read_experts(
         )
     num_experts, num_out, num_in = shape
     blocks, scales, bias = (f"{name}_{part}" for part in ("blocks", "scales", "bias"))
-    if num_in % (2 * GROUP):
-        raise UnsupportedModelError(f"{name} has {num_in} inputs, no multiple of {2 * GROUP}")
-    cut, num_stored, num_groups = Cut("outputs" if gated else "inputs"), num_out, num_in // GROUP
+    if num_in % (2 * MXFP4_GROUP):
+        raise UnsupportedModelError(f"{name} has {num_in} inputs, no multiple of {2 * MXFP4_GROUP}")
+    cut, whole_groups = Cut("outputs" if gated else "inputs"), num_in // MXFP4_GROUP
+    num_stored, num_groups = num_out, whole_groups
     if tensors.share.size > 1 and scales in tensors:
         num_stored, num_groups = tensors.view(scales).shape[1:]
     for tensor, expected in (
-        (blocks, (num_experts, num_stored, num_groups, GROUP // 2)),
+        (blocks, (num_experts, num_stored, num_groups, MXFP4_GROUP // 2)),
         (scales, (num_experts, num_stored, num_groups)),
         (bias, (num_experts, num_stored)),
     ):
@@ -59,7 +60,7 @@ def read_experts(
     codes, scale = None, None
     for expert in range(num_experts):
         pairs, exponent = (
-            _filled(tensors.share.of(tensors.part(name, expert), cut), num_out, num_in // GROUP)
+            _filled(tensors.share.of(tensors.part(name, expert), cut), num_out, whole_groups)
             for name in (blocks, scales)
         )  # [N, K / 32, 16], even inputs low, and [N, K / 32], 127 too large
         if gated:
@@ -71,7 +72,7 @@ def read_experts(
                 f"{scales} has an exponent of {most}; up to {MOST_EXPONENT} are served"
             )
         plain = exponent.view(torch.float8_e8m0fnu).float()
-        packed = narrow_matrix("fp4", numbers, plain.t(), group=GROUP).codes
+        packed = narrow_matrix("fp4", numbers, plain.t(), group=MXFP4_GROUP).codes
         if codes is None or scale is None:
             codes = packed.new_empty(num_experts, *packed.shape)
             scale = exponent.new_empty(num_experts, *exponent.shape)
@@ -84,7 +85,7 @@ def read_experts(
         scale=scale.flatten(0, 1).t().contiguous().view(torch.float8_e8m0fnu),
         zero=None,
         num_in=num_in,
-        group=GROUP,
+        group=MXFP4_GROUP,
     )
     if gated:
         offsets = tensors.tensor(bias, cut=Cut("outputs", lead=1))
@@ -94,7 +95,7 @@ def read_experts(
     tensors.tensors[bias] = offsets
     if gated:
         offsets = torch.cat((offsets[:, ::2], offsets[:, 1::2]), 1)
-    weights = stacked(matrix, num_experts, top_k, tensors.dtype)
+    weights = as_experts(matrix, num_experts, top_k, tensors.dtype)
 
     def as_in_modules() -> list[Tensor]:
         whole = weights.dequantised().view(num_experts, 2 if gated else 1, -1, num_in)

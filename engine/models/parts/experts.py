@@ -128,7 +128,7 @@ class SeparateExperts(ExpertWeights):
         return SeparateExperts(each, self._top_k)
 
 
-def stacked(
+def as_experts(
     matrix: Tensor | NarrowMatrix, num_experts: int, top_k: int, dtype: torch.dtype
 ) -> ExpertWeights:
     """Matrices in one tensor, as this device multiplies by them. Shape: [E N, K]."""
@@ -187,7 +187,7 @@ def read_experts(
     elif whole in tensors:
         cut = Cut(axis, sections if axis == "outputs" else (), lead=1)
         matrix = tensors.tensor(whole, num_experts, num_out, num_inputs, cut=cut).flatten(0, 1)
-        return Layer(stacked(matrix, num_experts, top_k, tensors.dtype), None, axis)
+        return Layer(as_experts(matrix, num_experts, top_k, tensors.dtype), None, axis)
     each = [
         tensors.weight(
             num_inputs,
