@@ -77,6 +77,8 @@ class CacheConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     max_num_seqs: int = 32  # requests that run at once
+    # Whether fewer run if their states would take most of the memory beside the weights.
+    may_lower_seqs: bool = False
     max_num_batched_tokens: int = 512  # rows of one target forward
     max_queue_len: int = 256  # requests that wait for a slot; more are turned away
     # Prompts are cut so that a step with tokens of others takes at most so long; None: they are

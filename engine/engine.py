@@ -58,8 +58,8 @@ class Engine:
         start_s = time.perf_counter()
         # First, so that a bad spec fails before minutes of loading.
         self._processors = ProcessorRegistry(config.logits_processors)
-        self._config = config
         self.worker = worker = Worker(config, report)
+        self._config = config = worker.config
         pair = worker.pair
         self._grammars = _grammar_compiler(config, pair.vocab_size)
         self._in_flight: LaunchedStep | None = None  # launched, not read yet

@@ -13,6 +13,7 @@ from .host_memory import available_bytes
 from .memory.host_tier import PageCopies
 from .models.host_pages import host_pages
 from .ranks.wire import Op
+from .seats import left_for_caches
 from .worker import Worker
 
 _PINNED_SHARE = 0.9  # of the free memory of the host; pinned memory is never swapped out
@@ -29,10 +30,7 @@ def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) 
     pages_per_seq = -(-pair.max_model_len // pair.page_size)
     most = config.scheduler.max_num_seqs * pages_per_seq + 1
     if worker.device.type == "cpu":
-        # Ranks share the memory of one machine.
-        share = config.cache.memory_fraction / config.target.tensor_parallel
-        host_bytes = config.cache.host_gib * GIB  # not written to yet, so they count as free
-        room_bytes = int((available_bytes() - host_bytes) * share)
+        room_bytes = left_for_caches(config)
         if (state_bytes := worker.state_bytes) >= room_bytes:
             num_seqs = config.scheduler.max_num_seqs
             raise OutOfDeviceMemoryError(

@@ -33,6 +33,7 @@ from .ranks.followers import Followers, RankError
 from .ranks.wire import Op
 from .scoring.scorer import Scorer
 from .scoring.verifier import Verifier
+from .seats import seated
 from .state.slots import Slots
 
 
@@ -85,10 +86,12 @@ class Worker:
         k = config.speculation.max_drafts
         others = [] if self.followers is None else [partial(self.followers.shared, report=report)]
         self.pair = ModelPair(config, report, *others)
+        max_drafts = MAX_DRAFTS if k > 0 else 0  # k is for models; what is looked up costs rows
+        self.config = config = seated(config, self.pair, self.device, max_drafts)
         self.slots = Slots(
             config.scheduler.max_num_seqs,
             self.pair.max_model_len,
-            MAX_DRAFTS if k > 0 else 0,  # k is for models; what is looked up costs rows alone
+            max_drafts,
             self.pair.page_size,
             self.device,
             self.pair.vocab_size,
@@ -205,10 +208,12 @@ class Worker:
             self.pair.bind(counts, self.slots)
         except torch.OutOfMemoryError as error:
             num_gib = (self.budget.num_bytes(num_pages) + self.state_bytes) / 2**30
+            states = f"states of {self.slots.max_num_seqs} sequences and " * bool(self.state_bytes)
+            remedy = "scheduler.max_num_seqs, or " * bool(self.state_bytes)
             raise ValueError(
-                f"a KV cache of {num_pages} pages takes {num_gib:.2f} GiB, which the GPU does not "
-                "have; lower cache.num_pages, if it is set, or engine.gpu_memory_utilization "
-                f"({error})"
+                f"{states}a KV cache of {num_pages} pages take {num_gib:.2f} GiB, which the GPU "
+                f"does not have; lower {remedy}cache.num_pages, if it is set, or "
+                f"engine.gpu_memory_utilization ({error})"
             ) from None
 
     @torch.inference_mode()

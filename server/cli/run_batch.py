@@ -104,11 +104,10 @@ async def _run(settings: "Settings", given: IO[bytes], output: str) -> tuple[int
         step_timeout_s = settings.engine.step_timeout_s
         engine = ProcessEngine(prepared.engine, display, step_timeout_s=step_timeout_s)
         try:
-            await engine.start()
+            info = await engine.start()
             app = await load_app(prepared, engine, Gate())
-            at_once = prepared.engine.scheduler.max_num_seqs
             # What is under way must end before the engine, whose stop it would take for a failure.
-            lines = answer_lines(app, engine, given, max_at_once=at_once)
+            lines = answer_lines(app, engine, given, max_at_once=info.max_num_seqs)
             async with contextlib.aclosing(lines):
                 with _opened("--output", output) as answers:
                     async for line in lines:

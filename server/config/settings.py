@@ -248,7 +248,8 @@ class SchedulerSettings(SettingsSection):
         default=None,
         ge=1,
         description="Sequences that run at once; unset: 32 on a CPU, 64 on a GPU, 256 on a GPU "
-        "of more than 32 GiB, and no more than max_num_batched_tokens.",
+        "of more than 32 GiB, and no more than max_num_batched_tokens; of a hybrid no more than "
+        "have room for their states in half of the memory beside the weights.",
     )
     max_num_batched_tokens: int | None = Field(
         default=None,

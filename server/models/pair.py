@@ -209,6 +209,7 @@ def engine_config(pair: Pair) -> EngineConfig:
         cache=CacheConfig(**settings.cache.model_dump()),
         scheduler=SchedulerConfig(
             max_num_seqs=num_seqs,
+            may_lower_seqs=settings.scheduler.max_num_seqs is None,
             max_num_batched_tokens=num_rows or max(num_seqs, 512 if device == "cpu" else 4096),
             max_queue_len=settings.scheduler.max_queue_len,
             max_itl_ms=settings.scheduler.max_itl_ms,

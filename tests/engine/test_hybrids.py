@@ -6,6 +6,7 @@ test_random_comparison.py has one among its kinds: any mixture of sequences, to 
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +28,8 @@ from tiny_models import (
 )
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.api import NewRequest
+from outrider.engine import seats
+from outrider.engine.api import NewRequest, ignore_progress
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.measuring import OutOfDeviceMemoryError
@@ -37,6 +39,7 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.heads.config import HeadError
 from outrider.engine.models.heads.loading import load_head
 from outrider.engine.models.loading import load_network
+from outrider.engine.models.pair import ModelPair
 from outrider.engine.models.parts import delta_net, mamba2
 from outrider.engine.models.weight_files import stored_tensors, unread_files
 
@@ -213,11 +216,57 @@ def test_states_are_counted(target: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(tensor) for tensor in kept] == 2 * [7, 7, 7]
     # They come before pages.
     if DEVICE.type == "cpu":
-        monkeypatch.setattr("outrider.engine.measuring.available_bytes", lambda: 100_000)
+        monkeypatch.setattr("outrider.engine.seats.available_bytes", lambda: 100_000)
         with pytest.raises(
             OutOfDeviceMemoryError, match=r"states of 32 sequences and of prefixes take .* lower"
         ):
             Engine(engine_config(target, num_pages=None))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("num_fitting", "caches_prefixes", "given", "expected"),
+    [
+        (5, True, {}, 5),
+        (5, False, {}, 5),
+        (500, True, {}, 256),  # no more than the device makes use of
+        (0, True, {}, 1),  # then what does not fit says so
+        (5, True, {"may_lower_seqs": False}, 256),  # somebody has asked for so many
+    ],
+)
+def test_no_more_sequences_run_than_half_of_the_memory_has_states_for(
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    num_fitting: int,
+    caches_prefixes: bool,
+    given: dict[str, bool],
+    expected: int,
+) -> None:
+    config = engine_config(target, num_pages=None, prefix_caching=caches_prefixes, max_num_seqs=256)
+    pair = ModelPair(config, ignore_progress)
+    num_states = 2 * num_fitting if caches_prefixes else num_fitting
+    room_bytes = 2 * num_states * pair.target.bytes_per_slot(32) + 1
+    monkeypatch.setattr(seats, "left_for_caches", lambda _: room_bytes)
+    monkeypatch.setattr(seats, "left_bytes", lambda *_, **__: room_bytes)
+    scheduler = replace(config.scheduler, **{"may_lower_seqs": True, **given})
+    config = replace(config, scheduler=scheduler)
+    seated = seats.seated(config, pair, torch.device(device), 32)
+    assert seated.scheduler.max_num_seqs == expected
+
+
+def test_an_engine_has_as_many_seats_as_its_states_have_room_for(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config(target, proposer="suffix", max_num_seqs=32)
+    state_bytes = Engine(config).worker.pair.target.bytes_per_slot(32)
+    monkeypatch.setattr(seats, "left_for_caches", lambda _: 2 * 2 * 3 * state_bytes)
+    monkeypatch.setattr(seats, "left_bytes", lambda *_, **__: 2 * 2 * 3 * state_bytes)
+    scheduler = replace(config.scheduler, may_lower_seqs=True)
+    engine = Engine(replace(config, scheduler=scheduler))
+    assert engine.info.max_num_seqs == 3
+    assert len(answers(engine, target, prompts([30, 25, 31, 28], VOCAB))) == 4
+    engine.check_integrity()
 
 
 def as_published(path: Path, folder: Path) -> Path:

@@ -1,0 +1,42 @@
+"""How many sequences run at once, where layers keep a state of each."""
+
+from dataclasses import replace
+
+import torch
+
+from .config import EngineConfig
+from .gpu_memory import GIB, left_bytes
+from .host_memory import available_bytes
+from .models.pair import ModelPair
+
+_STATES_SHARE = 0.5  # of the memory beside the weights; the KV cache, graphs and steps get the rest
+
+
+def seated(
+    config: EngineConfig, pair: ModelPair, device: torch.device, max_drafts: int
+) -> EngineConfig:
+    """The same with fewer sequences at once, if it may have fewer and their states need it.
+
+    A hybrid keeps a state of each sequence, and as many of prefixes. Those of 256 sequences take 90
+    GiB with Qwen3.6-27B, whose weights take 51. Raises OutOfDeviceMemoryError if the weights leave
+    nothing.
+    """
+    scheduler = config.scheduler
+    bytes_per_seq = pair.target.bytes_per_slot(max_drafts) * (1 + pair.caches_prefixes)
+    if not scheduler.may_lower_seqs or bytes_per_seq == 0:
+        return config
+    if device.type == "cpu":
+        room_bytes = left_for_caches(config)
+    else:
+        room_bytes = left_bytes(device, config.gpu_memory_utilization, step_bytes=0, freed_bytes=0)
+    most = max(1, int(_STATES_SHARE * room_bytes) // bytes_per_seq)
+    num_seqs = min(scheduler.max_num_seqs, most)
+    return replace(config, scheduler=replace(scheduler, max_num_seqs=num_seqs))
+
+
+def left_for_caches(config: EngineConfig) -> int:
+    """Bytes that states and KV cache of each rank may take on a CPU, once the models are loaded."""
+    # Ranks share the memory of one machine.
+    share = config.cache.memory_fraction / config.target.tensor_parallel
+    host_bytes = config.cache.host_gib * GIB  # not written to yet, so they count as free
+    return int((available_bytes() - host_bytes) * share)
