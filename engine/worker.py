@@ -208,10 +208,12 @@ class Worker:
             self.pair.bind(counts, self.slots)
         except torch.OutOfMemoryError as error:
             num_gib = (self.budget.num_bytes(num_pages) + self.state_bytes) / 2**30
-            states = f"states of {self.slots.max_num_seqs} sequences and " * bool(self.state_bytes)
-            remedy = "scheduler.max_num_seqs, or " * bool(self.state_bytes)
+            states, remedy = "", ""
+            if self.state_bytes:
+                states = f", with the states of {self.slots.max_num_seqs} sequences,"
+                remedy = "scheduler.max_num_seqs, or "
             raise ValueError(
-                f"{states}a KV cache of {num_pages} pages take {num_gib:.2f} GiB, which the GPU "
+                f"a KV cache of {num_pages} pages{states} takes {num_gib:.2f} GiB, which the GPU "
                 f"does not have; lower {remedy}cache.num_pages, if it is set, or "
                 f"engine.gpu_memory_utilization ({error})"
             ) from None
