@@ -249,8 +249,9 @@ def install(app: FastAPI) -> None:
 
 def _field_named_by(message: str) -> str | None:
     """The field that a message of the engine begins with."""
-    field, colon, _ = message.partition(": ")
-    return field if colon and field.isidentifier() else None
+    path, colon, _ = message.partition(": ")
+    field, *inner = path.split(".")
+    return field if colon and all(map(str.isidentifier, (field, *inner))) else None
 
 
 def _from_validation(problems: Sequence[Mapping[str, Any]]) -> APIError:

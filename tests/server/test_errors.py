@@ -374,6 +374,11 @@ def test_client_that_leaves_within_its_body_is_no_invalid_request(serve: Serve) 
 
 def test_field_that_the_engine_refuses_is_named(serve: Serve) -> None:
     served = serve()
-    for text, param in (("bad_words: too many", "bad_words"), ("no such: thing", None)):
+    for text, param in (
+        ("bad_words: too many", "bad_words"),
+        ("speculation.sources: no such", "speculation"),
+        ("no such: thing", None),
+        ("see a.b c: thing", None),
+    ):
         served.client.refusal = InvalidRequestError(text)
         assert post(served.app, OK).error["param"] == param
