@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,6 +20,7 @@ class Decoder(Stack, Network):
 
     embedding_factor = 1.0
     logits_divisor = 1.0
+    _taps: Tensor | None = None  # [max_rows, num_taps, hidden]
 
     def __init__(
         self, embedding: Tensor, blocks: Sequence[Block], norm: Norm, output_layer: Linear
@@ -67,7 +69,7 @@ class Decoder(Stack, Network):
         x = self.embedded(self.own_ids(batch.input_ids))
         normed, taps = None, None
         if self.tapped_layers:
-            taps = x.new_empty(len(x), len(self.tapped_layers), x.shape[1])
+            taps = self._place_of_taps(x)
             self._tap(-1, x, taps)
         for i, (block, next_norm) in enumerate(zip(self.blocks, self._next_norms, strict=True)):
             normed = block(x, normed, next_norm, batch)
@@ -78,6 +80,17 @@ class Decoder(Stack, Network):
         rows = rms_norm(x, self.norm, batch.logits_rows)
         logits = self.logits(rows, self.place_of_logits(len(rows)))
         return Pass(self.widened(logits), taps)
+
+    def reserve_taps(self, max_rows: int) -> None:
+        if self.tapped_layers and (self._taps is None or len(self._taps) < max_rows):
+            shape = max_rows, len(self.tapped_layers), self.embedding.shape[1]
+            self._taps = torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _place_of_taps(self, x: Tensor) -> Tensor:
+        """Shape: x [T, hidden] -> [T, num_taps, hidden]"""
+        if self._taps is None or len(x) > len(self._taps):
+            return x.new_empty(len(x), len(self.tapped_layers), x.shape[1])
+        return self._taps[: len(x)]
 
     def _tap(self, layer: int, x: Tensor, taps: Tensor | None) -> None:
         """Copy the residual stream after a tapped layer: the next block changes x in place."""

@@ -221,6 +221,11 @@ class Network(PagedLayers):
             )
         return self._logits[:max_rows]
 
+    def reserve_taps(self, max_rows: int) -> None:
+        """Hand out the residual streams of up to `max_rows` rows in one fixed tensor, if it can:
+        with a tensor for each shape, the graphs of a large model keep half a gigabyte.
+        """
+
     def place_of_logits(self, num_rows: int) -> Tensor | None:
         """The tensor to write this many rows of logits to; None: allocate a new one."""
         if self._logits is None or num_rows > len(self._logits):
@@ -271,6 +276,7 @@ class Network(PagedLayers):
         )
         num_logits = max(logits for _, _, logits in shapes)
         place = self.reserve_logits(num_logits)
+        self.reserve_taps(max(rows for _, rows, _ in shapes))
         for done, shape in enumerate(shapes):
             report(done, len(shapes))
             empty = HostBatch.build(NONE_NP, NONE_NP, NONE_NP, NONE_NP)

@@ -21,6 +21,7 @@ from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.engine import Engine
 from outrider.engine.models import attention
 from outrider.engine.models.attention import ForwardBatch, PagedAttention
+from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.network import Network, Pass, captured_shapes
 from outrider.engine.state import phase
 from outrider.engine.state.batch import HostBatch
@@ -307,6 +308,30 @@ def test_logprobs_are_raw_beside_edits(target: Path, recorded: type[_Recorded]) 
     )
     assert got == expected
     assert recorded.num_replays > 10
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there memory is measured")
+def test_graphs_of_all_shapes_write_logits_and_taps_to_the_same_memory(
+    tiny_model: Tiny,
+) -> None:
+    target = tiny_model("qwen3_moe", seed=0)  # whose layers are not compiled
+    config = engine_config(target, None, k=0, proposer="none", max_num_seqs=6)
+    network = Engine(config).worker.pair.target
+    assert isinstance(network, Decoder)
+    network.tap((0, 1))
+    with without_gpu():
+        network.capture(3, 64, True, lambda done, total: None)
+    outputs = [captured.output for captured in network.captured.values()]
+    assert len(outputs) > 5
+    assert len({output.logits.data_ptr() for output in outputs}) == 1
+    taps = [output.taps for output in outputs if output.taps is not None]
+    assert len(taps) == len(outputs)
+    assert len({each.data_ptr() for each in taps}) == 1
+    # A pass of more rows than any graph has its own.
+    with torch.inference_mode():
+        more = network.rehearse_short(6, 20).taps
+    assert more is not None
+    assert more.data_ptr() != taps[0].data_ptr()
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")

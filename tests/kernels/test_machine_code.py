@@ -18,6 +18,7 @@ from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, has_4_bits
 from outrider.kernels.model.narrow_product import narrow_product
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.product import product
+from outrider.kernels.model.prompt_attention import is_for
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.routing import Routing
 from outrider.kernels.model.row_codes import round_rows
@@ -219,6 +220,44 @@ def test_prompts_do_not_overwrite_what_is_multiplied(dtype: torch.dtype) -> None
     assert ("warp_specialize" in kernels[-1].asm["ttgir"]) == HAS_GLUON
     assert kernels[-1].metadata.shared <= machine_code.H100.shared_bytes
     check(kernels[-1:])
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("heads", "page", "window", "has_sinks", "cache"),
+    [
+        ((64, 8, 64), 16, 128, True, torch.bfloat16),  # gpt-oss
+        ((64, 8, 64), 32, None, True, torch.float8_e4m3fn),
+        ((5, 1, 128), 8, 4096, True, torch.float8_e4m3fn),
+        ((24, 4, 256), 256, 1024, False, torch.bfloat16),
+    ],
+)
+def test_every_kind_of_prompt_fits_a_hopper_gpu(
+    heads: tuple[int, int, int],
+    page: int,
+    window: int | None,
+    has_sinks: bool,
+    cache: torch.dtype,
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    with machine_code.launches(machine_code.H100) as kernels:
+        begins, lens = empty(2, dtype=torch.int32), empty(1, dtype=torch.int64)
+        items = list_items(begins, lens, lens, 300, num_kv_heads, num_heads // num_kv_heads, 4096)
+        pages = empty(9, page, num_kv_heads, head_dim, dtype=cache)
+        table = empty(1, 4096 // page, dtype=torch.int32)
+        query, sinks = empty(300, num_heads, head_dim), empty(num_heads) if has_sinks else None
+        paged_attention(query, pages, pages, items, table, 1.0, window, sinks=sinks)
+    assert ("warp_specialize" in kernels[-1].asm["ttgir"]) == HAS_GLUON
+    assert kernels[-1].metadata.shared <= machine_code.H100.shared_bytes
+    check(kernels[-1:])
+
+
+def test_only_a_hopper_gpu_takes_its_kernel_for_prompts() -> None:
+    for gpu in (machine_code.RTX_4090, machine_code.H100, machine_code.B200, machine_code.RTX_5090):
+        with machine_code.launches(gpu):
+            pages = empty(9, 16, 2, 128)
+            takes = is_for(empty(300, 8, 128), pages, pages, None, None)
+        assert takes == (HAS_GLUON and gpu is machine_code.H100)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3, 64])
