@@ -108,9 +108,7 @@ class Phase(Generic[Output]):
                 lambda: self._body(integers, shape, *tensors), pool, is_prepared=is_prepared
             )
         except RuntimeError as error:
-            # Ending a capture that ran out of memory may fail with an error of its own.
-            is_full = any(isinstance(e, torch.OutOfMemoryError) for e in (error, error.__context__))
-            if self._needs_all_graphs or not is_full:
+            if self._needs_all_graphs or not _is_full(error):
                 raise
         else:
             self._prepared.add(shape)
@@ -129,6 +127,16 @@ class Phase(Generic[Output]):
                 shape,
             )
         self._lacks_graphs = True
+
+
+def _is_full(error: RuntimeError) -> bool:
+    """Whether there was no memory for a graph: for its tensors, for itself or for a kernel.
+
+    Ending a capture that ran out of memory may fail with an error of its own.
+    """
+    causes = error, error.__context__
+    is_named = any(isinstance(each, torch.OutOfMemoryError) for each in causes)
+    return is_named or "out of memory" in str(error)
 
 
 def record_graph(

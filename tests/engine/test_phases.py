@@ -179,24 +179,32 @@ def test_attention_knows_which_passes_hold_prompts(
     assert holds_prompt((200, 4096, 200))  # not captured
 
 
-def full(error: type[Exception]) -> Callable[[Tensor, Shape], int]:
+def full(error: Exception) -> Callable[[Tensor, Shape], int]:
     """A pass of which no more than 8 rows fit into memory."""
 
     def body(integers: Tensor, shape: Shape) -> int:
         if shape[0] <= 8:
             return shape[0]
+        if "capturing" not in str(error):
+            raise error
         try:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise torch.OutOfMemoryError
         finally:
-            if error is RuntimeError:  # as the end of the capture raises another
-                raise RuntimeError("operation not permitted when stream is capturing")
+            raise error  # as the end of the capture does then
 
     return body
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: out of memory"),  # of the graph itself
+        RuntimeError("operation not permitted when stream is capturing"),
+    ],
+)
 def test_without_memory_for_all_graphs_there_are_fewer_and_one_warning(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     emptied: list[bool] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
@@ -210,7 +218,7 @@ def test_without_memory_for_all_graphs_there_are_fewer_and_one_warning(
     assert len(emptied) == 2
     (record,) = caplog.records
     assert "no memory for the CUDA graph of (32,)" in record.getMessage()
-    with without_gpu(), pytest.raises(error):
+    with without_gpu(), pytest.raises(type(error)):
         Phase(full(error), torch.device("cpu"), needs_all_graphs=True).capture(NONE_NP, (32,))
 
 
@@ -324,14 +332,11 @@ def test_graphs_of_all_shapes_write_logits_and_taps_to_the_same_memory(
     outputs = [captured.output for captured in network.captured.values()]
     assert len(outputs) > 5
     assert len({output.logits.data_ptr() for output in outputs}) == 1
-    taps = [output.taps for output in outputs if output.taps is not None]
-    assert len(taps) == len(outputs)
-    assert len({each.data_ptr() for each in taps}) == 1
-    # A pass of more rows than any graph has its own.
+    (taps,) = {output.taps.data_ptr() for output in outputs if output.taps is not None}
     with torch.inference_mode():
-        more = network.rehearse_short(6, 20).taps
+        more = network.rehearse_short(6, 20).taps  # of more rows than any graph
     assert more is not None
-    assert more.data_ptr() != taps[0].data_ptr()
+    assert more.data_ptr() != taps
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
