@@ -153,7 +153,8 @@ class Worker:
             for source in self.proposer.sources:
                 source.rehearse_short(num_seqs, num_rows, scored)
 
-        batches = short_batches(self.slots.max_num_seqs, self._most_rows)
+        num_seqs, rows_per_seq = self.slots.max_num_seqs, self.slots.max_drawn + 1
+        batches = short_batches(num_seqs, self._most_rows, rows_per_seq)
         return [partial(rehearse, *batch) for batch in batches]
 
     def send_to_ranks(self, op: Op) -> None:

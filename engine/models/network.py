@@ -375,11 +375,14 @@ def _prompt_rows(most: int) -> list[int]:
     return rows
 
 
-def short_batches(max_num_seqs: int, most_rows: int) -> list[tuple[int, int]]:
-    """(sequences, rows of each) of small passes that together launch every kernel of a model."""
+def short_batches(max_num_seqs: int, most_rows: int, rows_per_seq: int) -> list[tuple[int, int]]:
+    """(sequences, rows of each) of small passes that together launch every kernel of a model.
+
+    Of many sequences, more than `rows_per_seq` rows each count as a prompt; so many do not.
+    """
     return [
         (num_seqs, num_rows)
         for num_seqs in padded_sizes(max_num_seqs)
-        for num_rows in _SHORT_ROWS
+        for num_rows in dict.fromkeys((*_SHORT_ROWS, min(rows_per_seq, _SHORT_ROWS[0])))
         if num_seqs * num_rows <= most_rows
     ]

@@ -115,7 +115,8 @@ class OwnShares:
 
     def compile(self, num_rows: int) -> None:
         """Compile the kernels of all passes, which rank 0 has compiled just before."""
-        short = short_batches(self.slots.max_num_seqs, num_rows)
+        num_seqs, rows_per_seq = self.slots.max_num_seqs, self.slots.max_drawn + 1
+        short = short_batches(num_seqs, num_rows, rows_per_seq)
         with self._group.apart():
             compile_together(
                 [

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from engines import engine_config
-from tiny_models import DEVICE
+from tiny_models import DEVICE, VOCAB
 
 from outrider.engine.engine import Engine
 from outrider.engine.models import attention
+from outrider.engine.models.network import captured_shapes, short_batches
+from outrider.engine.state.slots import Slots
 
 
 @pytest.mark.parametrize("proposer", ["draft_model", "suffix"])
@@ -53,3 +55,24 @@ def test_prompts_are_tried_by_their_kernel_where_pages_are_bound(
     own = {(attention.heads, 16) for attention in engine.worker.pair.target.attentions}
     page = engine.worker.pair.page_size
     assert {(args[0], args[1]) for args in tried} >= {(heads, page) for heads, _ in own}
+
+
+@pytest.mark.parametrize("rows_per_seq", [1, 4, 5, 9])
+@pytest.mark.parametrize("max_num_seqs", [1, 16, 64, 256])
+def test_short_passes_attend_in_every_way_that_captured_ones_do(
+    max_num_seqs: int, rows_per_seq: int
+) -> None:
+    """A pass of many sequences counts as one with a prompt from fewer rows each on."""
+    slots = Slots(max_num_seqs, 64, 32, 16, DEVICE, VOCAB, max_drawn=rows_per_seq - 1)
+
+    def way(num_seqs: int, num_rows: int) -> tuple[int, int]:
+        """What attention of decodes is compiled for; of few rows, of any number of sequences."""
+        each = -(-num_rows // num_seqs)
+        is_prompt = each > 16 or attention._holds_prompt(num_seqs, num_rows, slots)
+        return num_seqs, 0 if is_prompt else 1 << (each - 1).bit_length()
+
+    short = short_batches(max_num_seqs, 4096, rows_per_seq)
+    ways = {way(n, n * rows) for n, rows in short}
+    captured = captured_shapes(max_num_seqs, rows_per_seq, 4096, True, 33)
+    asked = {way(n, rows) for n, rows, _ in captured}
+    assert {each for each in asked if each[1]} <= ways
