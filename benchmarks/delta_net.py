@@ -1,6 +1,7 @@
-"""Time a delta net beside the time that the bytes of its states take.
+"""Time a delta net, or Mamba2, beside the time that the bytes of its states take.
 
     python benchmarks/delta_net.py [--key-heads 16] [--value-heads 48]
+    python benchmarks/delta_net.py --mamba2 --key-heads 8 --value-heads 64 --value-dim 64
 
 Microseconds a layer, medians of CUDA-graph replays. Of each sequence's rows all but the first are
 drafts, behind a pass whose drafts were all accepted. A state is read in each pass, and written in
@@ -18,6 +19,7 @@ import torch
 from kernels import DEVICE, time_us
 from outrider.kernels.model import state_layer as module
 from outrider.kernels.model.delta_net import delta_net, delta_net_reference
+from outrider.kernels.model.mamba2 import mamba2, mamba2_reference
 from outrider.kernels.model.rows import BatchRows
 from outrider.kernels.model.state_cells import CELL
 from outrider.kernels.model.state_layer import StateHeads, StateMemory, StateWeights, rows_kept
@@ -45,7 +47,7 @@ def make_pass(
     num_rows: int,
     num_drafts: int,
     position: int,
-    implementation: Callable[..., torch.Tensor] = delta_net,
+    implementation: Callable[..., torch.Tensor],
 ) -> Callable[[], torch.Tensor]:
     """A pass of `num_rows` rows a sequence, the last `num_drafts` of them drafts."""
     torch.manual_seed(0)
@@ -55,6 +57,9 @@ def make_pass(
         torch.zeros(heads.num_value_heads, device=DEVICE),
         torch.zeros(heads.num_value_heads, device=DEVICE),
     )
+    if heads.num_scalars == 1:
+        skip = torch.ones(heads.num_value_heads, device=DEVICE)
+        weights = weights._replace(bias=torch.zeros_like(weights.convolution[:, 0]), skip=skip)
     state = num_seqs, heads.num_value_heads, heads.key_dim, heads.value_dim
     ring = num_seqs, rows_kept(TAPS, MOST_DRAFTS), heads.row_width
     memory = StateMemory(
@@ -76,8 +81,7 @@ def time_pass(*args: object) -> float:
     return time_us([make_pass(*args)], replays=7)  # type: ignore[arg-type]
 
 
-def compare(heads: StateHeads) -> None:
-    both = delta_net, delta_net_reference
+def compare(heads: StateHeads, both: tuple[Callable[..., torch.Tensor], ...]) -> None:
     ours, expected = (make_pass(heads, 2, 300, 0, 0, each)().float() for each in both)
     error = (ours - expected).norm() / expected.norm()
     print(f"relative difference of 300 rows: {error:.1e} (rounding to bfloat16: about 2e-03)")
@@ -88,6 +92,8 @@ def main() -> None:
     parser.add_argument("--key-heads", type=int, default=16)
     parser.add_argument("--value-heads", type=int, default=48)
     parser.add_argument("--dim", type=int, default=128, help="of a head")
+    parser.add_argument("--value-dim", type=int, help="of a value head, if that is another")
+    parser.add_argument("--mamba2", action="store_true", help="in place of a delta net")
     parser.add_argument(
         "--cells",
         nargs="+",
@@ -96,8 +102,15 @@ def main() -> None:
     )
     parser.add_argument("--tb-per-s", type=float, default=4.3)
     args = parser.parse_args()
-    heads = StateHeads(args.key_heads, args.value_heads, args.dim, args.dim, num_scalars=2)
-    compare(heads)
+    both = (mamba2, mamba2_reference) if args.mamba2 else (delta_net, delta_net_reference)
+    heads = StateHeads(
+        args.key_heads,
+        args.value_heads,
+        args.dim,
+        args.value_dim or args.dim,
+        num_scalars=1 if args.mamba2 else 2,
+    )
+    compare(heads, both)
     columns = "".join(f"{f'cells {each}':>14}{'edge':>8}" for each in args.cells)
     print(f"{'sequences':>9}{'rows':>6}{'floor':>8}{columns}")
     passes = [(batch, rows, rows - 1) for batch in BATCHES for rows in ROWS]
@@ -108,8 +121,8 @@ def main() -> None:
         timed = partial(time_pass, heads, num_seqs, num_rows, num_drafts)
         for each in args.cells:
             module._CELL_COLUMNS, module._STAGES = map(int, each.split("x"))
-            line += f"{timed(0 if is_prompt else INSIDE):14.1f}"
-            line += f"{'':8}" if is_prompt else f"{timed(AT_EDGE):8.1f}"
+            line += f"{timed(0 if is_prompt else INSIDE, both[0]):14.1f}"
+            line += f"{'':8}" if is_prompt else f"{timed(AT_EDGE, both[0]):8.1f}"
         print(line, flush=True)
 
 

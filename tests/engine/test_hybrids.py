@@ -382,6 +382,24 @@ def test_a_state_that_differs_from_transformers_is_refused(
         load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
 
 
+def test_nemotron_is_read_as_it_is_published(
+    tiny_model: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its layers are a pattern, and its MTP head, which is not read, lies in the same files."""
+    path = shutil.copytree(tiny_model("nemotron_h"), tmp_path / "own")
+    config = json.loads((path / "config.json").read_text())
+    del config["layers_block_type"]
+    config |= {"hybrid_override_pattern": "ME*M-", "num_hidden_layers": 5}
+    config |= {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    (path / "config.json").write_text(json.dumps(config | {"time_step_limit": [0.0, torch.inf]}))
+    change_tensor(path, "mtp.layers.0.eh_proj.weight", torch.ones(4, 8))
+    network = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+    check_against_eager(network, tiny_model("nemotron_h"))
+    assert "not read" not in caplog.text
+    with pytest.raises(HeadError, match="no MTP head is known for models of type nemotron_h"):
+        load_head(ModelConfig(path=str(path), is_mtp=True), network, str(path))
+
+
 @pytest.mark.parametrize("rope", [None, "rope"])
 def test_granites_hybrids_may_have_no_experts(rope: str | None, tmp_path: Path) -> None:
     options = {"num_local_experts": 0, "position_embedding_type": rope}
