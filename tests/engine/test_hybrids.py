@@ -350,7 +350,7 @@ def check_refused(path: Path, changes: dict[str, object], says: str) -> None:
         ({"mamba_ssm_cache_dtype": "bfloat16"}, "its state is kept in bfloat16"),
         ({"n_groups": 3}, "4 heads of Mamba2 cannot share 3 groups"),
         ({"time_step_limit": [0.01, 10.0]}, r"its time steps are limited to \(0\.01, 10\.0\)"),
-        ({"moe_latent_size": 16}, "its config has moe_latent_size"),
+        ({"moe_latent_size": 16}, "mixer.fc1_latent_proj.weight"),
         ({"residual_in_fp32": True}, "its config has residual_in_fp32"),
         ({"mlp_hidden_act": "silu"}, "its activation is silu"),
         ({"ssm_state_size": 11}, r"conv1d\.weight is 80 x 1 x 4"),
@@ -398,6 +398,12 @@ def test_nemotron_is_read_as_it_is_published(
     assert "not read" not in caplog.text
     with pytest.raises(HeadError, match="no MTP head is known for models of type nemotron_h"):
         load_head(ModelConfig(path=str(path), is_mtp=True), network, str(path))
+
+
+def test_experts_may_compute_in_a_smaller_space(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "nemotron_h", moe_latent_size=12)
+    network = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+    check_against_eager(network, path)
 
 
 @pytest.mark.parametrize("rope", [None, "rope"])

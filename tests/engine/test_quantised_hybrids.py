@@ -30,6 +30,7 @@ NEMOTRON = {
     "mamba_head_dim": 32,
     "ssm_state_size": 32,
     "moe_intermediate_size": 64,
+    "moe_latent_size": 128,
     "moe_shared_expert_intermediate_size": 64,
     "scale": 0.1,
 }

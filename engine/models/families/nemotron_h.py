@@ -3,7 +3,8 @@
     x += mixer(norm(x)),  Mamba2, attention without RoPE, a sum over experts, or an MLP
     mlp(n) = down(max(up(n), 0)^2),  as experts are
 
-A row chooses experts by sigmoids plus a bias, as in GLM; see glm4_moe.py.
+A row chooses experts by sigmoids plus a bias, as in GLM; see glm4_moe.py. Those of the large models
+compute in a smaller space.
 """
 
 import copy
@@ -33,9 +34,10 @@ class NemotronH(Llama):
     fields = Llama.fields | {
         "conv_kernel", "layer_norm_epsilon", "layers_block_type", "mamba_head_dim",
         "mamba_hidden_act", "mamba_num_heads", "mamba_ssm_cache_dtype", "mlp_hidden_act",
-        "moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_group", "n_groups",
-        "n_routed_experts", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor",
-        "ssm_state_size", "time_step_limit", "topk_group", "use_bias", "use_conv_bias",
+        "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size",
+        "n_group", "n_groups", "n_routed_experts", "norm_topk_prob", "num_experts_per_tok",
+        "routed_scaling_factor", "ssm_state_size", "time_step_limit", "topk_group",
+        "use_bias", "use_conv_bias",
     }  # fmt: skip
     # How transformers computes, initialises and trains it, and what it derives from tensors.
     neutral = frozenset({
@@ -117,7 +119,10 @@ class NemotronH(Llama):
         router = self.sigmoid_router(name, num_experts)
         shared_inner = config.moe_shared_expert_intermediate_size
         shared = self.plain_mlp(f"{name}.shared_experts", None, shared_inner)
+        size, latent = config.moe_latent_size, None
+        if size is not None:
+            latent = size, "fc1_latent_proj", "fc2_latent_proj"
         return self.experts(
             name, norm, router, num_experts, inner, exact=True, shared=shared,
-            activation=RELU_SQUARED,
+            activation=RELU_SQUARED, latent=latent,
         )  # fmt: skip

@@ -212,7 +212,7 @@ class ExpertMLP(Part):
 
     A shared expert, which all rows have, is added to that: an MLP with the same activation, times
     the sigmoid of the router's last output if it is gated. Padding rows have no experts of their
-    own.
+    own. Experts may compute in a smaller space, between two linear layers that all of them share.
     """
 
     router_layer: Linear  # an output for each expert, and one for the shared expert's gate
@@ -222,6 +222,8 @@ class ExpertMLP(Part):
     router: Router
     shared: GatedMLP | PlainMLP | None = None
     is_gated: bool = False  # whether the shared expert is
+    to_latent: Linear | None = None  # both, or none
+    from_latent: Linear | None = None
     choice: Routing | None = None  # of all rows, if it is made already
 
     @staticmethod
@@ -239,9 +241,12 @@ class ExpertMLP(Part):
         shared: GatedMLP | PlainMLP | None = None,
         shared_gate: str | None = None,
         activation: Activation = SILU,
+        latent: tuple[int, str, str] | None = None,
     ) -> "ExpertMLP":
         """`inner`: outputs of an expert's `up`. `gate`: the router's name. `exact`: its logits are
         float32. `shared`: the shared expert, without a norm; `shared_gate`: its gate's name.
+        `latent`: the size of the space in which they compute, and the names of the layers that lead
+        there and back.
 
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape, and
         UnsupportedModelError naming a format that is not served.
@@ -262,16 +267,23 @@ class ExpertMLP(Part):
         has_gates = isinstance(activation, Glu)
         sizes = {"gate_proj": inner, "up_proj": inner} if has_gates else {"up_proj": inner}
         stored = "gate_up_proj" if has_gates else "up_proj"
+        own_width, to_latent, from_latent = width, None, None
+        if latent is not None:
+            own_width, to, back = latent
+            to_latent = tensors.linear(width, {f"{name}.{to}": own_width})
+            from_latent = tensors.linear(own_width, {f"{name}.{back}": width})
         return ExpertMLP(
             norm=norm,
             router_layer=layer,
-            first=read(stored, sizes, num_inputs=width, axis="outputs"),
-            down=read("down_proj", {"down_proj": width}, num_inputs=inner, axis="inputs"),
+            first=read(stored, sizes, num_inputs=own_width, axis="outputs"),
+            down=read("down_proj", {"down_proj": own_width}, num_inputs=inner, axis="inputs"),
             activation=activation,
             router=router,
             chooser=f"{name}.{gate}",
             shared=shared,
             is_gated=shared_gate is not None,
+            to_latent=to_latent,
+            from_latent=from_latent,
         )
 
     def __call__(
@@ -286,13 +298,18 @@ class ExpertMLP(Part):
         if self.factor != 1:
             routing = routing._replace(weights=routing.weights * self.factor)
         first, down = self.first, self.down
-        inner = first.weight.activations(normed, routing, first.bias, self.activation)
+        given = normed if self.to_latent is None else self.to_latent(normed)
+        inner = first.weight.activations(given, routing, first.bias, self.activation)
         if self.shared is not None:
             shared = self.shared.activations(normed)
             if self.is_gated:
                 shared *= logits[:, -1:].sigmoid()
             self.shared.add(x, self.shared.down, shared, None)
-        return down.weight.add_to(x, inner, routing, down.bias, next_norm)
+        if self.from_latent is None:
+            return down.weight.add_to(x, inner, routing, down.bias, next_norm)
+        total = torch.zeros_like(given)
+        down.weight.add_to(total, inner, routing, down.bias, None)
+        return self.from_latent.add_to(x, total, norm=next_norm)
 
     def _of_experts(self, logits: Tensor) -> Tensor:
         return logits[:, :-1] if self.is_gated else logits
