@@ -5,12 +5,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from engines import GREEDY, engine_config, generate, prompts
 from tiny_models import DEVICE, VOCAB
+from torch import Tensor
 
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.state.phase import Phase, Shape
 
 NUM_REQUESTS = 3000
 
@@ -71,3 +75,28 @@ def test_requests_that_come_at_any_time_get_their_own_tokens(
     assert engine.stats().pages_used == 0
     assert num_steps > 1.2 * NUM_REQUESTS
     assert num_checked > 0.8 * NUM_REQUESTS
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("only_in_capture", [False, True])
+def test_a_capture_without_memory_leaves_a_gpu_on_which_others_go_on(
+    only_in_capture: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, whole_bytes = torch.cuda.mem_get_info()
+
+    def body(integers: Tensor, shape: Shape) -> Tensor:
+        is_full = shape[0] > 8 and (not only_in_capture or torch.cuda.is_current_stream_capturing())
+        room = torch.empty(2 * whole_bytes if is_full else 8, dtype=torch.int64, device=DEVICE)
+        return room[:8].copy_(integers) + shape[0]
+
+    passes: Phase[Tensor] = Phase(body, DEVICE)
+    stream = torch.cuda.current_stream()
+    numbers = np.arange(8)
+    for size in (16, 8, 4):
+        passes.capture(numbers, (size,))
+    assert [*passes.captured] == [(8,), (4,)]
+    assert torch.cuda.current_stream() == stream
+    assert len(caplog.records) == 1
+    for size in (8, 4):
+        assert passes(numbers * 2, (size,)).tolist() == (numbers * 2 + size).tolist()
