@@ -231,6 +231,17 @@ def test_a_file_cut_short_is_refused(pickled: bool, target: Path, tmp_path: Path
     check_refused(target, head, "damaged or cut short")
 
 
+def test_a_gpu_without_memory_for_a_head_does_not_make_its_file_damaged(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(loading, "_read_head", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        load(target, save_tiny_head(tmp_path, target))
+
+
 def test_a_head_without_weights_is_refused(target: Path, tmp_path: Path) -> None:
     head = save_tiny_head(tmp_path, target)
     (head / "model.safetensors").unlink()

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -109,6 +110,8 @@ def _naming_both_models(what: str) -> Iterator[None]:
         raise HeadError(f"{what}: its file has no tensor {error}") from None
     except (FileNotFoundError, ValueError) as error:
         raise HeadError(f"{what}: {error}") from None
+    except torch.OutOfMemoryError:
+        raise
     except (SafetensorError, pickle.UnpicklingError, EOFError, OSError, RuntimeError) as error:
         raise HeadError(f"{what}: its file is damaged or cut short ({error})") from None
 
