@@ -11,7 +11,7 @@ from .config import ConfigError, EngineConfig
 from .gpu_memory import GIB, OutOfDeviceMemoryError, begin_measuring, left_bytes, measured_bytes
 from .host_memory import available_bytes
 from .memory.host_tier import PageCopies
-from .models.host_pages import host_pages
+from .models.host_pages import host_pages_of
 from .ranks.wire import Op
 from .seats import left_for_caches
 from .worker import Worker
@@ -109,7 +109,9 @@ def allocate_host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int]
     counts = worker.budget.of_groups(num_pages)
     counts += [num_states(num_pages)] if states is not None else []
     try:
-        own = host_pages(pair.groups, counts, pair.page_size, worker.device, states, state_bytes)
+        own = host_pages_of(worker.device)(
+            pair.groups, counts, pair.page_size, worker.device, states, state_bytes
+        )
     except RuntimeError as error:
         raise ConfigError(
             f"{given:g} GiB of host memory cannot be pinned ({error}): lower cache.host_gib, or "

@@ -27,13 +27,14 @@ class HostPages(PageCopies):
         groups: Sequence[LayerGroup],
         num_pages: Sequence[int],
         page_size: int,
-        states: PagedLayers | None = None,
-        state_bytes: int = 0,
+        device: torch.device,
+        states: PagedLayers | None,
+        state_bytes: int,
     ) -> None:
         """`num_pages`: of each group; last, if there are `states`, of their slots, each of
-        `state_bytes`.
+        `state_bytes`. Raises RuntimeError if a GPU's memory cannot be pinned.
         """
-        self._groups, self._states = groups, states
+        self._groups, self._device, self._states = groups, device, states
         self._sizes = [group.spec.bytes_per_token * page_size for group in groups]
         self._sizes += [] if states is None else [state_bytes]
         # Of each group: [num_pages, bytes of a page]
@@ -41,6 +42,10 @@ class HostPages(PageCopies):
             torch.empty(count, size, dtype=torch.uint8)
             for count, size in zip(num_pages, self._sizes, strict=True)
         ]
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make ready for copies."""
 
     @property
     def num_bytes(self) -> int:
@@ -100,18 +105,7 @@ class PinnedHostPages(HostPages):
     Only the gathering of what is saved runs between two steps.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[LayerGroup],
-        num_pages: Sequence[int],
-        page_size: int,
-        device: torch.device,
-        states: PagedLayers | None = None,
-        state_bytes: int = 0,
-    ) -> None:
-        """Raises RuntimeError if the memory cannot be pinned."""
-        super().__init__(groups, num_pages, page_size, states, state_bytes)
-        self._device = device
+    def _prepare(self) -> None:
         for memory in self._host:
             if memory.numel():
                 # torch's own pinned memory comes in powers of two.
@@ -119,8 +113,8 @@ class PinnedHostPages(HostPages):
                 weakref.finalize(self, _unpin, memory).atexit = False
         buffer_bytes = max(_at_once(size) * size for size in self._sizes)
         # Two to save from, in turn, and one to load into.
-        self._buffers = torch.empty(3, buffer_bytes, dtype=torch.uint8, device=device)
-        self._saving, self._loading = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._buffers = torch.empty(3, buffer_bytes, dtype=torch.uint8, device=self._device)
+        self._saving, self._loading = (torch.cuda.Stream(self._device) for _ in range(2))
         self._saved = [torch.cuda.Event(), torch.cuda.Event()]  # of the first two buffers
         self._loaded = torch.cuda.Event()
         self._turn = 0
@@ -174,18 +168,9 @@ class PinnedHostPages(HostPages):
             yield pages[first : first + most], host_pages[first : first + most]
 
 
-def host_pages(
-    groups: Sequence[LayerGroup],
-    num_pages: Sequence[int],
-    page_size: int,
-    device: torch.device,
-    states: PagedLayers | None = None,
-    state_bytes: int = 0,
-) -> HostPages:
-    """Allocate pages of each group. Raises RuntimeError if a GPU's memory cannot be pinned."""
-    if device.type == "cpu":
-        return HostPages(groups, num_pages, page_size, states, state_bytes)
-    return PinnedHostPages(groups, num_pages, page_size, device, states, state_bytes)
+def host_pages_of(device: torch.device) -> type[HostPages]:
+    """The class of pages for the copies of this device."""
+    return HostPages if device.type == "cpu" else PinnedHostPages
 
 
 def _at_once(bytes_per_page: int) -> int:

@@ -13,7 +13,7 @@ from ..cpu_share import set_threads
 from ..gpu_memory import begin_measuring, left_bytes, measured_bytes
 from ..models.decoder import Decoder
 from ..models.groups import LayerGroup, grouped
-from ..models.host_pages import HostPages, host_pages
+from ..models.host_pages import HostPages, host_pages_of
 from ..models.network import short_batches
 from ..models.pair import load_shares
 from ..state.phase import Shape
@@ -101,7 +101,7 @@ class OwnShares:
         max_len, page_size, state_bytes, *num_pages = numbers
         self._group_layers(max_len)
         states = self.networks[0] if state_bytes else None
-        self.host_pages = host_pages(
+        self.host_pages = host_pages_of(self.device)(
             self._layers, num_pages, page_size, self.device, states, state_bytes
         )
 

@@ -7,7 +7,6 @@ from tiny_models import DEVICE
 from outrider.engine.models import host_pages
 from outrider.engine.models.attention import PagedAttention
 from outrider.engine.models.groups import LayerGroup
-from outrider.engine.models.host_pages import HostPages, PinnedHostPages
 from outrider.engine.models.network import PagedLayers
 
 PAGE, NUM_PAGES = 3, 12
@@ -60,10 +59,7 @@ def test_pages_come_back_as_they_were(
 ) -> None:
     monkeypatch.setattr(host_pages, "_BUFFER_BYTES", buffer_bytes)
     groups = [bound(Layers(torch.bfloat16, [(1, 4, 4)])), bound(Layers(dtype, shapes))]
-    if DEVICE.type == "cuda":
-        copies: HostPages = PinnedHostPages(groups, [3, 6], PAGE, DEVICE)
-    else:
-        copies = HostPages(groups, [3, 6], PAGE)
+    copies = host_pages.host_pages_of(DEVICE)(groups, [3, 6], PAGE, DEVICE, None, 0)
     saved, others = [7, 2, 3, 11, 5], [1, 4, 6, 8, 9, 10]
     before, untouched = contents(groups[1], saved), contents(groups[1], others)
     copies.save(1, saved, [4, 0, 1, 2, 5])
