@@ -14,9 +14,7 @@ from outrider.engine.models.families import FAMILIES
 from outrider.engine.models.shares import Share
 
 LIKE_OTHERS = {"cwm": "qwen2", "ministral": "qwen2"}  # the same code reads them
-SHARED = sorted(
-    {name for name, family in FAMILIES.items() if family.per_rank} - {*LIKE_OTHERS, "gpt_oss"}
-)
+SHARED = sorted(FAMILIES.keys() - {*LIKE_OTHERS, "gpt_oss"})
 # These have layers stored as one, norms over all heads, experts, one that all rows share, and delta
 # nets.
 SOME = {"olmo2", "phi3", "qwen3_next"}
