@@ -21,8 +21,8 @@ from .remote import (
     unreachable,
 )
 
-PLAIN: dict[str, Any] = {"enabled": False}
-DRAFTED: dict[str, Any] = {"metrics": True}
+SPECULATION_OFF: dict[str, Any] = {"enabled": False}
+METRICS_ON: dict[str, Any] = {"metrics": True}
 
 
 @dataclass(slots=True)
@@ -70,12 +70,12 @@ async def measure_load(
     """
     prompts = [text for texts in zip(*held_out_prompts().values(), strict=False) for text in texts]
     plain, drafted = LoadResult(), LoadResult()
-    with_drafts = DRAFTED if k is None else DRAFTED | {"num_speculative_tokens": k}
+    with_drafts = METRICS_ON if k is None else METRICS_ON | {"num_speculative_tokens": k}
     limits = httpx.Limits(max_connections=concurrency)
     total, done = 2 * (rounds + 1) * requests_per_round, 0
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=remote.headers) as client:
         for number in range(rounds + 1):
-            for load, speculation in ((plain, PLAIN), (drafted, with_drafts)):
+            for load, speculation in ((plain, SPECULATION_OFF), (drafted, with_drafts)):
                 todo = iter(range(requests_per_round))
                 into = load if number else LoadResult()
 
