@@ -25,6 +25,7 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel
 from outrider.engine.models.loading import load_network
 from outrider.kernels.cpu.layers import compiled
+from outrider.kernels.model.routing import route
 
 SHAPE = {
     "hidden_size": 64,
@@ -229,6 +230,19 @@ def test_plain_experts_give_the_logits_of_transformers(
     assert [block.mlp.chooser is None for block in model.blocks] == [False, True, False]
     assert HAS_KERNELS or model.batch_invariant
     check_against_eager(model, plain)
+
+
+def test_what_a_router_gives_may_come_in_either_order(tiny_model: Tiny) -> None:
+    mlp = load(tiny_model("granitemoe"), "float32").blocks[0].mlp
+    x = torch.randn(7, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    logits = mlp.router_layer(x)
+    routing = route(logits, mlp.router)
+    for given in (
+        (logits, routing.weights, routing.ids),
+        (routing.ids, routing.weights, logits),
+    ):
+        assert mlp.chooses(x, *given)
+        assert torch.equal(mlp.choosing(x, *given).choice.ids, routing.ids)
 
 
 def test_a_float32_router_is_one_in_a_model_of_bfloat16(tiny_model: Tiny) -> None:

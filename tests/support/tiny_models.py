@@ -135,7 +135,7 @@ TINY: dict[str, dict[str, object]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "mamba_n_heads": 4,
         "mamba_d_state": 12,
-        "mamba_n_groups": 2,
+        "mamba_n_groups": 1,
         "mamba_chunk_size": 16,
         "shared_intermediate_size": 40,
         "num_local_experts": 6,

@@ -316,7 +316,7 @@ class ExpertMLP(Part):
 
     def chooses(self, *chosen: Tensor) -> bool:
         """The same experts as that module, except between those that are equally good to it."""
-        normed, logits, weights, ids = chosen
+        normed, logits, weights, ids = _in_order(*chosen)
         ours = self._of_experts(self.router_layer(normed))
         eps, theirs = torch.finfo(ours.dtype).eps, logits.float()
         routing = route(logits, self.router)  # before a verdict: compiling launches both
@@ -337,6 +337,15 @@ class ExpertMLP(Part):
         return bool(torch.where(is_same, are_close, are_equal).all())
 
     def choosing(self, *chosen: Tensor) -> "ExpertMLP":
-        _, logits, weights, ids = chosen
+        _, logits, weights, ids = _in_order(*chosen)
         choice = routing_of(ids.int(), weights.float().contiguous(), logits.shape[1])
         return replace(self, choice=choice)
+
+
+def _in_order(
+    normed: Tensor, logits: Tensor, weights: Tensor, ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a router reads and gives; in transformers 5.17, Granite's gives the ids first."""
+    if not logits.is_floating_point():
+        logits, ids = ids, logits
+    return normed, logits, weights, ids
