@@ -42,8 +42,18 @@ def test_mixed_batch(dtype: torch.dtype, vocab: int, seed: int) -> None:
     check(Batch(generator, num_drafts, vocab, dtype, sampling, spread, width))
 
 
-@pytest.mark.parametrize("rule", list(Rule))
-@pytest.mark.parametrize("filters", [{}, {"top_k": 300}, {"top_p": 0.9}, {"min_p": 0.02}])
+FILTERS: list[dict[str, float]] = [{}, {"top_k": 300}, {"top_p": 0.9}, {"min_p": 0.02}]
+
+
+@pytest.mark.parametrize(
+    ("rule", "filters"),
+    [
+        # Each rule and each filter at once.
+        pytest.param(rule, filters, marks=() if i % 3 == int(rule) else pytest.mark.deep)
+        for i, filters in enumerate(FILTERS)
+        for rule in Rule
+    ],
+)
 def test_a_real_vocabulary(rule: Rule, filters: dict[str, float]) -> None:
     """Narrow and flat rows, close to their drafts."""
     sampling = make_sampling(6, temperature=0.8, rule=rule, seed=3, **filters)  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from asgi import post
@@ -92,6 +91,8 @@ def test_a_whole_answer_has_no_progress(serve: Serve, path: str) -> None:
 
 
 def test_clients_pass_over_progress(serve: Serve) -> None:
+    import anthropic  # takes seconds, which no other worker need spend
+
     with on_a_socket(serve(play)) as url:
         ours = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         extra: Any = {"model": "test-model", "extra_body": {"return_progress": True}}

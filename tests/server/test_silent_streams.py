@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from asgi import start_post
@@ -99,6 +98,8 @@ def test_every_choice_of_a_chat_has_its_role_at_once(serve: Serve) -> None:
 
 
 def test_clients_pass_over_the_signs(serve: Serve, tokenizer: Tokenizer) -> None:
+    import anthropic  # takes seconds, which no other worker need spend
+
     served = serve()
     hello = saying(tokenizer, " Hello", finish="stop")
 

@@ -1,7 +1,9 @@
 """The application over a scripted engine, and what tests look at behind it."""
 
+import functools
 from typing import Any
 
+from fastapi import routing
 from fastapi._compat import v2 as fastapi_fields
 from pydantic import TypeAdapter
 from scripted_client import Play, ScriptedClient
@@ -25,8 +27,10 @@ def _made_once(annotated: Any, *, config: Any = None) -> TypeAdapter[Any]:
     return _validators[key]
 
 
-# FastAPI makes a validator for each field of each route, anew for every application: half its time.
+# FastAPI describes every answer of each route, and makes a validator for each of its fields, anew
+# for every application: most of its time.
 fastapi_fields.TypeAdapter = _made_once  # type: ignore[attr-defined]
+routing.create_model_field = functools.cache(routing.create_model_field)  # type: ignore[attr-defined]
 
 
 class Served:
