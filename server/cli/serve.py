@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ..config.flags import flag_names
-from ..config.settings import looks_like_path
+from ..config.model_names import looks_like_path
 from .config import (
     ConfigOption,
     DraftOption,

@@ -8,6 +8,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from outrider.engine.api import SourceName
 
+from .model_names import name_of
 from .server_settings import ANY_NAME, ServerSettings, SettingsSection
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
@@ -310,16 +311,6 @@ class EngineSettings(SettingsSection):
     num_threads: int | None = Field(
         default=None, ge=1, description="CPU threads of torch; unset: torch's own choice."
     )
-
-
-def name_of(model: str) -> str:
-    """A model's name without its folder: do not reveal where models are on this machine."""
-    return Path(model).expanduser().absolute().name if looks_like_path(model) else model
-
-
-def looks_like_path(model: str) -> bool:
-    """Whether it cannot be a hub id."""
-    return model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".gguf")
 
 
 class Settings(SettingsSection):

@@ -6,7 +6,8 @@ from outrider.engine.api import Verification
 
 from ..api.protocol import APIResponse
 from ..api.service import VERSION, Service
-from ..config.settings import Settings, name_of
+from ..config.model_names import name_of
+from ..config.settings import Settings
 
 
 class ModelInfo(APIResponse):

@@ -15,7 +15,7 @@ from outrider.engine.models.weight_files import (
     unread_files,
 )
 
-from ..config.settings import looks_like_path
+from ..config.model_names import looks_like_path
 from . import builtin, hub, store
 from .convert import gguf_to_directory, parts_of
 from .store import ModelError
