@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..config.model_names import looks_like_path
 from ..config.settings import Settings
 from ..config.settings_loader import SettingsError, load_settings, shipped_configs
 from ..models.builtin import BUILTINS
@@ -65,6 +66,14 @@ def finite(given: str) -> float:
     if not 0 <= value < math.inf:
         raise typer.BadParameter(f"{given} is no number from 0 on.")
     return value
+
+
+def missing_model(settings: Settings) -> str | None:
+    """Says that a model is named by a path at which nothing is; None if neither model is."""
+    for each in (settings.target.model, settings.draft.model):
+        if each and looks_like_path(each) and not Path(each).expanduser().exists():
+            return f"{each!r} does not exist (looked at {Path(each).expanduser().absolute()})"
+    return None
 
 
 def chosen(

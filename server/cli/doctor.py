@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .config import ConfigOption, SetOption, settings_or_exit
+from .config import ConfigOption, SetOption, missing_model, settings_or_exit
 
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[bold red]missing[/]"}
 
@@ -49,6 +49,8 @@ def doctor_command(
             shares_draft=settings.draft.tensor_parallel > 1,
         ),
     }
+    if missing := missing_model(settings):
+        findings["pair"] = machine.Finding("bad", missing, "Name one that is there.")
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

@@ -1,18 +1,17 @@
 """`outrider serve`: a model behind HTTP."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..config.flags import flag_names
-from ..config.model_names import looks_like_path
 from .config import (
     ConfigOption,
     DraftOption,
     ModelOrConfigArgument,
     SetOption,
     chosen,
+    missing_model,
     settings_or_exit,
 )
 from .errors import give_up
@@ -70,10 +69,8 @@ def _serve(
             "--proposer auto",
             2,
         )
-    for each in (settings.target.model, settings.draft.model):
-        # Before libraries are loaded for seconds.
-        if each and looks_like_path(each) and not Path(each).expanduser().exists():
-            give_up(f"{each!r} does not exist (looked at {Path(each).expanduser().absolute()})", 1)
+    if missing := missing_model(settings):  # before libraries are loaded for seconds
+        give_up(missing, 1)
     # Only now: it brings in the whole server, which the other commands need not wait for.
     from .serving import serve
 

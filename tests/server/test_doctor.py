@@ -31,6 +31,14 @@ def test_everything_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "`outrider serve` starts the server" in result.stdout
 
 
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_a_model_whose_path_leads_nowhere_is_missing(name: str) -> None:
+    settings = ["--set", "server.port=0", "--set", f"{name}.model=./nowhere"]
+    result = CliRunner().invoke(app, ["doctor", "--offline", *settings])
+    assert result.exit_code == 1
+    assert "'./nowhere' does not exist" in " ".join(result.stdout.split())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_the_config_names_is_missing() -> None:
     assert machine.gpu("auto").state == "note"
