@@ -31,6 +31,7 @@ from ..observe.tracing import TracingError
 from ..text.message_format import MessageFormat
 from .console import report_status, show_summary
 from .progress import ProgressDisplay
+from .signals import be_cancelled_by
 
 log = logging.getLogger("outrider.server")
 
@@ -90,7 +91,7 @@ def prepare_for_clients(settings: ServerSettings) -> None:
 
 
 async def _serve(settings: Settings, listeners: list[socket.socket], console: Console) -> int:
-    _be_cancelled_by(signal.SIGTERM)
+    be_cancelled_by(signal.SIGTERM)
     display = ProgressDisplay(console, log.info)
     preparing = asyncio.create_task(prepare(settings, display))
 
@@ -151,22 +152,6 @@ async def _serve(settings: Settings, listeners: list[socket.socket], console: Co
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _be_cancelled_by(sig: signal.Signals) -> None:
-    """Cancel the running task on this signal, as asyncio does on Ctrl-C, until uvicorn takes over.
-
-    An exception from the signal's handler could come anywhere: between opening a socket and the
-    line that sees to its end, say, and then the process would wait for that socket for ever.
-    """
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-
-    def cancel(*_: object) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(task.cancel)
-
-    signal.signal(sig, cancel)
 
 
 async def _front(prepared: Prepared, engine: ProcessEngine) -> Server | Workers:

@@ -5,6 +5,7 @@ import gc
 import io
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,29 @@ def test_an_output_that_takes_no_more_is_one_line(
     gc.collect()
     assert (run.exit_code, "No space left" in run.output) == (1, True)
     assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+def test_sigterm_ends_the_command_as_ctrl_c_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+
+    async def prepare(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.sleep(5)
+        except asyncio.CancelledError:
+            ended.append("in its turn")
+            raise
+
+    monkeypatch.setattr("outrider.server.models.prepare.prepare", prepare)
+    (given := tmp_path / "in.jsonl").write_text(line("a", {"prompt": "Hi"}))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what a container's first process has
+    try:
+        run = CliRunner().invoke(app, ["run-batch", "-i", str(given), "-o", "-"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (run.exit_code, ended) == (130, ["in its turn"])
 
 
 def test_command_says_what_is_missing(tmp_path: Path) -> None:

@@ -1,0 +1,20 @@
+"""Signals that end a command whose work is a task."""
+
+import asyncio
+import signal
+
+
+def be_cancelled_by(sig: signal.Signals) -> None:
+    """Cancel the running task on this signal, as asyncio does on Ctrl-C.
+
+    An exception from the signal's handler could come anywhere: between opening a socket and the
+    line that sees to its end, say, and then the process would wait for that socket for ever.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def cancel(*_: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(task.cancel)
+
+    signal.signal(sig, cancel)
