@@ -418,6 +418,7 @@ def test_shares_of_two_ranks_make_the_whole(tiny_model: Tiny) -> None:
     [
         (3, "llama", r"does not divide .*num_key_value_heads 2: set it to 1 or 2 or 4$"),
         (4, "gpt_oss", r"does not divide intermediate_size 64 in groups of 32: set it to 1 or 2$"),
+        (2, "granitemoehybrid", r"does not divide mamba_n_groups 1: set it to 1$"),
         (2, "gemma2", "runs as transformers has it .*: leave it out, or run a replica on each GPU"),
         (0, "llama", "target.tensor_parallel is 0; it is at least 1"),
     ],

@@ -14,7 +14,8 @@ from outrider.engine.models.families import FAMILIES
 from outrider.engine.models.shares import Share
 
 LIKE_OTHERS = {"cwm": "qwen2", "ministral": "qwen2"}  # the same code reads them
-SHARED = sorted(FAMILIES.keys() - {*LIKE_OTHERS, "gpt_oss"})
+# A Granite hybrid has one group of heads, as published ones have, which ranks cannot share.
+SHARED = sorted(FAMILIES.keys() - {*LIKE_OTHERS, "gpt_oss", "granitemoehybrid"})
 # These have layers stored as one, norms over all heads, experts, one that all rows share, and delta
 # nets.
 SOME = {"olmo2", "phi3", "qwen3_next"}

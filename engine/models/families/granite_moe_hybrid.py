@@ -25,8 +25,6 @@ from .granite_moe import GraniteMoe
 
 
 class GraniteMoeHybrid(GraniteMoe):
-    """Published ones have one group of heads, which ranks cannot share."""
-
     model_types: ClassVar[tuple[str, ...]] = ("granitemoehybrid",)
     fields = GraniteMoe.fields | {
         "layer_types", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state",
@@ -35,7 +33,9 @@ class GraniteMoeHybrid(GraniteMoe):
     }  # fmt: skip
     # How transformers computes it, and what follows from heads.
     neutral = frozenset({"mamba_chunk_size", "mamba_expand"})
-    per_rank = frozenset()
+    per_rank = GraniteMoe.per_rank | {
+        "mamba_n_groups", "mamba_n_heads", "shared_intermediate_size"
+    }  # fmt: skip
     layer_types = frozenset({"full_attention", "linear_attention"})
 
     @classmethod
