@@ -34,7 +34,7 @@ class GraniteMoeHybrid(GraniteMoe):
     # How transformers computes it, and what follows from heads.
     neutral = frozenset({"mamba_chunk_size", "mamba_expand"})
     per_rank = GraniteMoe.per_rank | {
-        "mamba_n_groups", "mamba_n_heads", "shared_intermediate_size"
+        "mamba_expand", "mamba_n_groups", "mamba_n_heads", "shared_intermediate_size"
     }  # fmt: skip
     layer_types = frozenset({"full_attention", "linear_attention"})
 
