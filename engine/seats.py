@@ -9,7 +9,10 @@ from .gpu_memory import GIB, left_bytes
 from .host_memory import available_bytes
 from .models.pair import ModelPair
 
-_STATES_SHARE = 0.5  # of the memory beside the weights; the KV cache, graphs and steps get the rest
+_SEATS_SHARE = 0.5  # of the memory beside weights and steps; the KV cache gets the rest
+# Of a GPU, for graphs and the largest step, which cannot be measured before there are seats: what
+# they take with Qwen3.6, whose vocabulary is large, as counted from shapes.
+_STEP_BYTES = 3 * GIB
 
 
 def seated(
@@ -18,18 +21,21 @@ def seated(
     """The same with fewer sequences at once, if it may have fewer and their states need it.
 
     A hybrid keeps a state of each sequence, and as many of prefixes. Those of 256 sequences take 90
-    GiB with Qwen3.6-27B, whose weights take 51. Raises OutOfDeviceMemoryError if the weights leave
-    nothing.
+    GiB with Qwen3.6-27B, whose weights take 51. A head's windows come on top: 80 MiB a sequence
+    with some. Raises OutOfDeviceMemoryError if the weights leave nothing.
     """
     scheduler = config.scheduler
     bytes_per_seq = pair.target.bytes_per_slot(max_drafts) * (1 + pair.caches_prefixes)
     if not scheduler.may_lower_seqs or bytes_per_seq == 0:
         return config
+    specs = [group.spec for group in pair.groups]
+    bytes_per_seq += sum(spec.bytes_per_token * (spec.window or 0) for spec in specs)
     if device.type == "cpu":
         room_bytes = left_for_caches(config)
     else:
-        room_bytes = left_bytes(device, config.gpu_memory_utilization, step_bytes=0, freed_bytes=0)
-    most = max(1, int(_STATES_SHARE * room_bytes) // bytes_per_seq)
+        left = left_bytes(device, config.gpu_memory_utilization, step_bytes=0, freed_bytes=0)
+        room_bytes = left - _STEP_BYTES
+    most = max(1, int(_SEATS_SHARE * room_bytes) // bytes_per_seq)
     num_seqs = min(scheduler.max_num_seqs, most)
     return replace(config, scheduler=replace(scheduler, max_num_seqs=num_seqs))
 

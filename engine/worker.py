@@ -227,7 +227,7 @@ class Worker:
         num_seqs = min(self.slots.max_num_seqs, self._most_rows)
         num_rows = min(self.slots.max_drawn + 1, self._most_rows // num_seqs)
         self.pair.target.rehearse_short(num_seqs, num_rows)
-        num_logits = min(self.slots.max_num_seqs * (self.slots.max_drafts + 1), self._most_rows)
+        num_logits = min(self.slots.max_verified, self._most_rows)
         scored = self.scorer.rehearse(self._most_rows, num_logits)
         for source in self.proposer.sources:
             source.rehearse(scored)

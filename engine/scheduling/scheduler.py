@@ -22,6 +22,7 @@ class Scheduler:
     def __init__(self, sequences: Sequences, proposer: Proposer) -> None:
         self._sequences, self.drafting = sequences, Drafting(sequences, proposer)
         self._memory = sequences.memory
+        self._spare_rows = 0  # of this step, for more drafts than a model makes
         self.lag = 0  # 0 or 1 steps launched ahead of the last one that the host has read
 
     def schedule(self) -> Plan:
@@ -42,6 +43,8 @@ class Scheduler:
             (decoding if request.decodes else prefilling).append(request)
         startable = drafting.taking_part(startable)
         seatable = startable[: len(self._sequences.free_slots)]
+        num_seqs, of_each = len(decoding + prefilling + seatable), self._sequences.max_drawn + 1
+        self._spare_rows = self._sequences.max_verified - num_seqs * of_each
         if seatable and not self._fits(seatable[0]):
             seatable = []  # it may wait for long, and holds up those behind it
         plan.num_decoding = len(decoding)
@@ -175,5 +178,7 @@ class Scheduler:
                 num_scored = max(0, request.num_scored_tokens - request.memory.num_computed_tokens)
                 num_new = num_scored + num_left
                 scheduled = ScheduledRequest(request, num_new)
-        self.drafting.give(scheduled, budget - num_new, lag=self.lag)
+        most = self._sequences.max_drawn + self._spare_rows
+        self.drafting.give(scheduled, min(budget - num_new, most), lag=self.lag)
+        self._spare_rows -= max(0, scheduled.max_drafts - self._sequences.max_drawn)
         return scheduled

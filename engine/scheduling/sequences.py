@@ -35,12 +35,14 @@ class Sequences:
         max_model_len: int,
         max_drafts: int,
         max_drawn: int,
+        max_verified: int,
         adaptive: AdaptiveSpeculation | None,
     ) -> None:
         self.config = config
         self.memory = memory
         self.max_model_len = max_model_len
-        self.max_drafts, self.max_drawn = max_drafts, max_drawn  # as in Slots
+        # As in Slots.
+        self.max_drafts, self.max_drawn, self.max_verified = max_drafts, max_drawn, max_verified
         self.adaptive = adaptive  # None: k is what the configuration says
         max_itl_ms = config.max_itl_ms
         self.chunks = Chunks(None if max_itl_ms is None else max_itl_ms / 1e3)

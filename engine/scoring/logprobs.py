@@ -22,7 +22,8 @@ def score_prompts(plan: Plan, logits: Tensor, num_logits_np: np.ndarray, vocab_s
     ----------
     logits
         num_logits[i] rows of sequence i: first those that score its prompt, if it asks for prompt
-        logprobs, then those that it draws from. Shape: [sum(num_logits), V].
+        logprobs, then those that it draws from. At least one scores a prompt. Its rows are
+        overwritten. Shape: [sum(num_logits), V].
     num_logits_np
         Shape: [B].
     """
@@ -33,7 +34,12 @@ def score_prompts(plan: Plan, logits: Tensor, num_logits_np: np.ndarray, vocab_s
         rows = logits[starts_np[i] : starts_np[i] + num_prompt_np[i], :vocab_size]
         plan.scheduled[i].prompt_scores = _score(plan.scheduled[i], rows)
     sampled_np = ragged_arange(starts_np + num_prompt_np, num_logits_np - num_prompt_np)
-    return logits[uploaded(sampled_np, logits.device)]
+    # Most are of decoding sequences, which come first, and stay where they are: a copy of all
+    # would double the memory of the largest step.
+    first = starts_np[num_prompt_np.nonzero()[0][0]]
+    moved = logits[uploaded(sampled_np[first:], logits.device)]
+    logits[first : len(sampled_np)] = moved
+    return logits[: len(sampled_np)]
 
 
 def read_prompt_logprobs(plan: Plan) -> None:

@@ -30,8 +30,7 @@ class Scorer:
             num_top = min(MAX_LOGPROBS, self._vocab_size)
             for part in (rows[:1], rows[1:]):  # the second may not start at 16 bytes
                 gather(part, token_ids[: len(part)], num_top)
-        index = torch.arange(num_prompt, num_prompt + num_logits, device=logits.device)
-        return scored._replace(logits=logits[index.clamp_max(len(logits) - 1)])
+        return scored._replace(logits=logits[:num_logits])
 
     def score(self, plan: Plan) -> Pass:
         """A pass with logits of the last k_i + 1 rows of each drawing sequence: [sum(k_i + 1), V].

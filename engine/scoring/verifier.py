@@ -22,6 +22,11 @@ from ..state.slots import DraftDistributions, Slots
 from .logprobs import to_entries, with_named
 
 
+# Of the logits that are edited, or whose logprobs are gathered: bounds the memory of their copies.
+# Those of one sequence are not divided.
+ROWS_AT_ONCE = 512
+
+
 class Verifier:
     """Keeps exactly those drafts that the target would have produced itself."""
 
@@ -50,14 +55,17 @@ class Verifier:
 
         Shape: logits [max_num_seqs * (K + 1), V].
         """
-        size, num_rows = self._slots.max_num_seqs, len(logits)
-        integers = uploaded(self._dummies(size), self._slots.device)
-        self._run(
-            integers, (size, self._slots.max_drafts, True, True), self._edits.rehearse(logits)
-        )
-        index = torch.arange(num_rows, device=logits.device)
+        self._rehearse(logits)
+        self._rehearse(self._edits.rehearse(logits[: ROWS_AT_ONCE + self._slots.max_drafts]))
+        row = torch.arange(len(logits), device=logits.device)
         num_top = min(MAX_LOGPROBS, self._slots.vocab_size)
-        gather_logprobs(logits[index], torch.zeros_like(index), num_top, self._slots.vocab_size)
+        for some in row.split(ROWS_AT_ONCE):
+            gather_logprobs(logits[some], 0 * some, num_top, self._slots.vocab_size)
+
+    def _rehearse(self, logits: Tensor) -> None:
+        size = min(self._slots.max_num_seqs, len(logits))
+        integers = uploaded(self._dummies(size), self._slots.device)
+        self._run(integers, (size, self._slots.max_drafts, True, True), logits)
 
     def capture(self, logits: Tensor) -> None:
         """Capture verifications that read this `logits` tensor.
@@ -116,11 +124,16 @@ class Verifier:
         Uncaptured: the edited logits are float32, and the host launches this while the GPU still
         scores. Shape: slots_np, num_drafts_np, edited_np (bool) [B], of all requests.
         """
-        rows = RequestRows.in_turn(slots_np, num_drafts_np + 1)
-        edited = self._edits.apply(logits, rows.take(edited_np.repeat(num_drafts_np + 1)))
-        return self._verify_slots(
-            slots_np[edited_np], num_drafts_np[edited_np], kind, edited, is_captured=False
-        )
+        num_rows_np = num_drafts_np + 1
+        rows = RequestRows.in_turn(slots_np, num_rows_np)
+        piece_np = (np.cumsum(num_rows_np * edited_np) - 1) // ROWS_AT_ONCE
+        drawn = []
+        for piece in np.unique(piece_np[edited_np]):
+            some_np = edited_np & (piece_np == piece)
+            edited = self._edits.apply(logits, rows.take(some_np.repeat(num_rows_np)))
+            its = slots_np[some_np], num_drafts_np[some_np]
+            drawn.append(self._verify_slots(*its, kind, edited, is_captured=False))
+        return torch.cat(drawn)
 
     def _verify_slots(
         self,
@@ -234,11 +247,15 @@ class Verifier:
         # In `drawn`, a sequence's row takes the place of its slot.
         rows = RequestRows.in_turn(np.arange(len(drawn)), num_rows_np)
         asking = rows.take(asking_np.repeat(num_rows_np))
-        row, seq, column = uploaded(np.stack(asking), drawn.device)
         params = [s.request.params for s in plan.drawing]
         num_top = max(p.logprobs or 0 for p in params)
         num_top = min(num_top, self._slots.vocab_size)
-        asked, token_ids = logits[row], drawn[seq, column]
-        found = gather_logprobs(asked, token_ids, num_top, self._slots.vocab_size)
         named = [p.logprob_token_ids for p in params]
-        return with_named(found, asked, token_ids, named, seq) if any(named) else found
+        pieces = []
+        for row, seq, column in uploaded(np.stack(asking), drawn.device).split(ROWS_AT_ONCE, 1):
+            asked, token_ids = logits[row], drawn[seq, column]
+            found = gather_logprobs(asked, token_ids, num_top, self._slots.vocab_size)
+            if any(named):
+                found = with_named(found, asked, token_ids, named, seq)
+            pieces.append(found)
+        return Logprobs(*map(torch.cat, zip(*pieces, strict=True)))

@@ -23,6 +23,11 @@ from .ragged import aligned, ragged_arange
 
 RULES: dict[Verification, Rule] = {"token": Rule.TOKEN, "block": Rule.BLOCK, "match": Rule.MATCH}
 
+# Rows of one step that verification reads, unless the drafts of models alone make more. A step of
+# so many takes a GPU longer with each row, so more drafts that are looked up would not pay, and
+# the logits of 256 sequences with 32 drafts each would take gigabytes from the KV cache.
+MAX_VERIFIED_ROWS = 1024
+
 
 class DraftDistributions(NamedTuple):
     """The distributions that the drafts in each slot were drawn from; undefined from row k_i on.
@@ -95,6 +100,13 @@ class Slots:
         self.on_pages: Callable[[np.ndarray], None] | None = None
         # By slot, those that were seated there last and still exist.
         self.requests: WeakValueDictionary[int, Request] = WeakValueDictionary()
+
+    @property
+    def max_verified(self) -> int:
+        """Rows of logits that the verifications of one step read, at most."""
+        num_seqs = self.max_num_seqs
+        of_drawn, of_all = num_seqs * (self.max_drawn + 1), num_seqs * (self.max_drafts + 1)
+        return max(of_drawn, min(of_all, MAX_VERIFIED_ROWS))
 
     def fill(self, newcomers: Sequence[Request], running: Iterable[Request]) -> None:
         """Write those that have just got their slots, and all changed pages of `running`."""

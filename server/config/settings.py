@@ -250,13 +250,14 @@ class SchedulerSettings(SettingsSection):
         ge=1,
         description="Sequences that run at once; unset: 32 on a CPU, 64 on a GPU, 256 on a GPU "
         "of more than 32 GiB, and no more than max_num_batched_tokens; of a hybrid no more than "
-        "have room for their states in half of the memory beside the weights.",
+        "have room for their states in half of the memory beside weights and steps.",
     )
     max_num_batched_tokens: int | None = Field(
         default=None,
         ge=1,
         description="Rows of one pass of the target, prefill and drafts together; unset: 512 on "
-        "a CPU, 4096 on a GPU, and no fewer than max_num_seqs.",
+        "a CPU, 2048 on a GPU, 4096 on a GPU of more than 32 GiB, and no fewer than "
+        "max_num_seqs.",
     )
     max_queue_len: int = Field(
         default=256, ge=0, description="Sequences that may wait; more are turned away with 429."

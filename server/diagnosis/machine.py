@@ -27,6 +27,9 @@ LEAST_DISK_GB = 2.0  # for the default pair and its download
 # Share of a GPU's memory, or of a CPU's free memory, that the weights of a pair may take: the rest
 # is for the KV cache and for steps.
 WEIGHTS_SHARE_GPU, WEIGHTS_SHARE_CPU = 0.8, 0.5
+# What the largest step, graphs and a short context of a suggested pair take of a GPU, whatever its
+# size, and the share of it that the server takes if nobody says (engine.gpu_memory_utilization).
+STEP_GB, USED_SHARE = 3.0, 0.9
 # Weights are read once for each token: more than this is too slow from a CPU's memory.
 MAX_CPU_WEIGHTS_GB = 5.0
 
@@ -206,10 +209,11 @@ def pair(
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if torch.cuda.is_available():
-        room_gb, where = torch.cuda.mem_get_info()[1] / 1e9 * WEIGHTS_SHARE_GPU, "the GPU"
+        total_gb, where = torch.cuda.mem_get_info()[1] / 1e9, "the GPU"
         if num_gpus > 1:
             totals = [torch.cuda.mem_get_info(i)[1] for i in range(num_gpus)]
-            room_gb, where = min(totals) / 1e9 * WEIGHTS_SHARE_GPU, "each GPU"
+            total_gb, where = min(totals) / 1e9, "each GPU"
+        room_gb = max(0, min(WEIGHTS_SHARE_GPU * total_gb, USED_SHARE * total_gb - STEP_GB))
     else:
         room_gb, where = available_bytes() / 1e9 * WEIGHTS_SHARE_CPU, "the CPU"
         room_gb = min(room_gb, MAX_CPU_WEIGHTS_GB)

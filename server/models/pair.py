@@ -180,8 +180,8 @@ def engine_config(pair: Pair) -> EngineConfig:
     settings = pair.settings
     dtype = settings.target.dtype
     device = resolve_device(settings.target.device)
-    num_rows = settings.scheduler.max_num_batched_tokens
-    num_seqs = settings.scheduler.max_num_seqs or _most_sequences(device, num_rows)
+    given = settings.scheduler
+    num_seqs, num_rows = _step_size(device, given.max_num_seqs, given.max_num_batched_tokens)
     return EngineConfig(
         target=_model_config(pair.target, dtype, settings.target),
         draft=(
@@ -210,26 +210,28 @@ def engine_config(pair: Pair) -> EngineConfig:
         scheduler=SchedulerConfig(
             max_num_seqs=num_seqs,
             may_lower_seqs=settings.scheduler.max_num_seqs is None,
-            max_num_batched_tokens=num_rows or max(num_seqs, 512 if device == "cpu" else 4096),
+            max_num_batched_tokens=num_rows,
             max_queue_len=settings.scheduler.max_queue_len,
             max_itl_ms=settings.scheduler.max_itl_ms,
         ),
     )
 
 
-def _most_sequences(device: str, num_rows: int | None) -> int:
-    """How many sequences run at once if nobody says: no more than a step has rows, if that is set.
+def _step_size(device: str, num_seqs: int | None, num_rows: int | None) -> tuple[int, int]:
+    """How many sequences run at once, and how many rows a step has; None: nobody says.
 
     A GPU gives ever more tokens a second up to 256 sequences at least. But each takes memory for
-    logits and drafts, which the pages of a small GPU need more.
+    logits and drafts, and each row for all that layers compute, which the pages of a small GPU need
+    more. A small GPU is as busy with 2048 rows.
     """
-    num_seqs = 32
+    most_seqs, most_rows = 32, 512
     if device != "cpu":
         import torch
 
         is_large = torch.cuda.get_device_properties(device).total_memory > 32 * 2**30
-        num_seqs = 256 if is_large else 64
-    return min(num_seqs, num_rows or num_seqs)
+        most_seqs, most_rows = (256, 4096) if is_large else (64, 2048)
+    num_seqs = num_seqs or min(most_seqs, num_rows or most_seqs)
+    return num_seqs, num_rows or max(num_seqs, most_rows)
 
 
 def resolve_device(device: str) -> str:

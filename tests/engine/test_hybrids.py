@@ -36,6 +36,7 @@ from outrider.engine.measuring import OutOfDeviceMemoryError
 from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.architectures import load_config
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.groups import LayerGroup
 from outrider.engine.models.heads.config import HeadError
 from outrider.engine.models.heads.loading import load_head
 from outrider.engine.models.loading import load_network
@@ -248,11 +249,26 @@ def test_no_more_sequences_run_than_half_of_the_memory_has_states_for(
     num_states = 2 * num_fitting if caches_prefixes else num_fitting
     room_bytes = 2 * num_states * pair.target.bytes_per_slot(32) + 1
     monkeypatch.setattr(seats, "left_for_caches", lambda _: room_bytes)
-    monkeypatch.setattr(seats, "left_bytes", lambda *_, **__: room_bytes)
+    monkeypatch.setattr(seats, "left_bytes", lambda *_, **__: room_bytes + 3 * 2**30)
     scheduler = replace(config.scheduler, **{"may_lower_seqs": True, **given})
     config = replace(config, scheduler=scheduler)
     seated = seats.seated(config, pair, torch.device(device), 32)
     assert seated.scheduler.max_num_seqs == expected
+
+
+def test_windows_of_a_head_are_counted_with_the_states_of_a_sequence(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config(target, num_pages=None, max_num_seqs=32)
+    scheduler = replace(config.scheduler, may_lower_seqs=True)
+    config = replace(config, scheduler=scheduler)
+    pair = ModelPair(config, ignore_progress)
+    windowed = LayerGroup(64, pair.groups[0].layers)
+    window_bytes = 64 * windowed.spec.bytes_per_token
+    pair.groups.append(windowed)
+    of_each = 2 * pair.target.bytes_per_slot(32) + window_bytes
+    monkeypatch.setattr(seats, "left_for_caches", lambda _: 2 * 20 * of_each)
+    assert seats.seated(config, pair, torch.device("cpu"), 32).scheduler.max_num_seqs == 20
 
 
 def test_an_engine_has_as_many_seats_as_its_states_have_room_for(
@@ -261,7 +277,8 @@ def test_an_engine_has_as_many_seats_as_its_states_have_room_for(
     config = engine_config(target, proposer="suffix", max_num_seqs=32)
     state_bytes = Engine(config).worker.pair.target.bytes_per_slot(32)
     monkeypatch.setattr(seats, "left_for_caches", lambda _: 2 * 2 * 3 * state_bytes)
-    monkeypatch.setattr(seats, "left_bytes", lambda *_, **__: 2 * 2 * 3 * state_bytes)
+    left_bytes = 2 * 2 * 3 * state_bytes + 3 * 2**30  # with a step
+    monkeypatch.setattr(seats, "left_bytes", lambda *_, **__: left_bytes)
     scheduler = replace(config.scheduler, may_lower_seqs=True)
     engine = Engine(replace(config, scheduler=scheduler))
     assert engine.info.max_num_seqs == 3

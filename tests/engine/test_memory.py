@@ -3,20 +3,28 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engines import GREEDY, engine_config, prompts, run
+from engines import GREEDY, engine_config, prompts, run, tokens
 from tiny_models import DEVICE, VOCAB, Tiny
+from torch import Tensor
 
 from outrider.engine.api import SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.gpu_memory import OutOfDeviceMemoryError, left_bytes
+from outrider.engine.logit_edits import RequestRows
+from outrider.engine.logit_edits.penalties import Penalties
 from outrider.engine.measuring import naming_what_to_lower
 from outrider.engine.models.groups import LayerGroup
-from outrider.engine.scoring import scorer
+from outrider.engine.scoring import scorer, verifier
+from outrider.engine.state import slots
 from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.phase import padded_sizes
+from outrider.engine.worker import LaunchedStep
+from outrider.kernels.edits.edit_rows import EditRows
+from outrider.kernels.verify.logprobs import Logprobs
 
 GIB = 2**30
 
@@ -79,6 +87,67 @@ def test_the_largest_step_runs_with_more_seats_than_rows(tiny_model: Tiny, propo
     engine = Engine(replace(config, enforce_eager=True))
     engine.worker.rehearse()
     engine.check_integrity()
+
+
+def test_seats_with_many_drafts_share_the_rows_that_are_verified(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "MAX_VERIFIED_ROWS", 30)
+    target, draft = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
+    config = engine_config(target, draft, k=3, max_num_seqs=6)
+    asked = prompts([5] * 7, VOCAB)
+    answers = [tokens(outputs) for outputs in run(Engine(config), asked, GREEDY)]
+    engine, counts = Engine(config), []
+    verify = engine.worker.verify
+
+    def counted(step: LaunchedStep) -> None:
+        counts.append(sum(step.plan.num_drafts_np + 1))
+        verify(step)
+
+    monkeypatch.setattr(engine.worker, "verify", counted)
+    outputs = run(engine, asked, GREEDY, predicted=answers)
+    assert [tokens(each) for each in outputs] == answers
+    assert 6 * 4 < max(counts) <= 30
+    counts.clear()
+    run(engine, asked[:1], GREEDY, predicted=answers[:1])
+    assert max(counts) > 30 - 5 * 4  # alone it has what others would have been given
+
+
+def test_logits_are_edited_and_scored_in_pieces(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
+    config = engine_config(target, draft, k=3, max_num_seqs=6)
+    asked = prompts([5, 9, 2, 7, 4, 11], VOCAB)
+    edited = replace(GREEDY, frequency_penalty=0.5, logprobs=2)
+    params = [edited, GREEDY, edited, replace(edited, logprob_token_ids=(3, 5, 8)), edited, edited]
+    whole = run(Engine(config), asked, params)
+    monkeypatch.setattr(verifier, "ROWS_AT_ONCE", 5)
+    engine, num_edited, num_scored = Engine(config), [], []
+    apply, gather = Penalties.apply, verifier.gather_logprobs
+
+    def applied(edit: Penalties, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
+        num_edited.append(len(logits))
+        apply(edit, logits, rows, at)
+
+    def gathered(logits: Tensor, *args: Any) -> Logprobs:
+        num_scored.append(len(logits))
+        return gather(logits, *args)
+
+    monkeypatch.setattr(Penalties, "apply", applied)
+    monkeypatch.setattr(verifier, "gather_logprobs", gathered)
+    in_pieces = run(engine, asked, params)
+    for one, other in zip(whole, in_pieces, strict=True):
+        assert tokens(one) == tokens(other)
+        assert [each.logprobs for each in one] == [each.logprobs for each in other]
+    most = 5 + engine.worker.slots.max_drafts
+    assert max(num_edited) <= most
+    assert max(num_scored) == 5
+    num_edited.clear()
+    logits = torch.zeros(64, engine.worker.pair.target.vocab_size, device=DEVICE)
+    engine.worker.verifier.rehearse(logits)
+    assert num_edited == [most]
+    assert max(num_scored) == 5
 
 
 def test_a_step_that_does_not_fit_says_what_to_lower(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engines import GREEDY, engine_config, generate, prompts, run, tokens
 from tiny_models import DEVICE, VOCAB, Tiny
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import NewRequest, RequestOutput, SamplingParams, TokenLogprobs
@@ -15,6 +17,7 @@ from outrider.engine.models.network import Pass
 from outrider.engine.plan import Plan
 from outrider.engine.request import Request
 from outrider.engine.scheduling import scheduler
+from outrider.engine.scoring import scorer
 from outrider.engine.state.batch import HostBatch
 
 MIXED = prompts([3, 40, 1, 17, 90, 8], VOCAB)
@@ -69,6 +72,24 @@ def test_a_cached_prefix_is_scored_all_the_same(target: Path, draft: Path) -> No
     assert scored[-1].num_cached_tokens == 0
     assert cached[-1].num_cached_tokens == 88
     assert tokens(scored) == tokens(cached)
+
+
+def test_rows_that_score_a_prompt_take_no_second_place(
+    target: Path, draft: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits: list[tuple[Tensor, Tensor]] = []
+    score = scorer.score_prompts
+
+    def scored(plan: Plan, given: Tensor, *args: Any) -> Tensor:
+        logits.append((given, score(plan, given, *args)))
+        return logits[-1][1]
+
+    monkeypatch.setattr(scorer, "score_prompts", scored)
+    engine = Engine(engine_config(target, draft, max_num_batched_tokens=16))
+    params = [GREEDY, SCORED, GREEDY, SCORED, GREEDY, SCORED]
+    assert [tokens(outputs) for outputs in run(engine, MIXED, params)] == plain
+    assert any(len(rest) > 4 for _, rest in logits)  # beside sequences that decode
+    assert all(given.data_ptr() == rest.data_ptr() for given, rest in logits)
 
 
 def test_rows_for_the_output_layer_are_bounded(

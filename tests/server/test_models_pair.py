@@ -294,7 +294,7 @@ def test_every_engine_setting_reaches_the_engine(models: Path) -> None:
     [
         ("cpu", 0, None, (32, 512)),
         ("cpu", 0, 8, (8, 8)),
-        ("cuda", 24, None, (64, 4096)),
+        ("cuda", 24, None, (64, 2048)),
         ("cuda", 39.4, None, (256, 4096)),
         ("cuda", 141, 100, (100, 100)),
     ],
