@@ -140,7 +140,13 @@ class Engine:
                 price=Price(lru_cache(4096)(pair.target.padded)) if price is None else price,
             )
         self.sequences = Sequences(
-            config.scheduler, memory, max_model_len, slots.max_drafts, slots.max_drawn, slots.max_verified, adaptive
+            config.scheduler,
+            memory,
+            max_model_len,
+            slots.max_drafts,
+            slots.max_drawn,
+            slots.max_verified,
+            adaptive,
         )
         self.scheduler = Scheduler(self.sequences, self.worker.proposer)
         self.committer = Committer(self.sequences, is_learning=is_learning)

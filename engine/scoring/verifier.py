@@ -21,7 +21,6 @@ from ..state.ragged import NONE_NP, aligned
 from ..state.slots import DraftDistributions, Slots
 from .logprobs import to_entries, with_named
 
-
 # Of the logits that are edited, or whose logprobs are gathered: bounds the memory of their copies.
 # Those of one sequence are not divided.
 ROWS_AT_ONCE = 512
