@@ -128,17 +128,23 @@ class LlamaFile:
         return Codes(*(_unpermuted(part, num_heads) for part in codes if part is not None))
 
 
-class MixtureFile(LlamaFile):
-    """Qwen3's mixtures."""
+class Qwen3File(LlamaFile):
+    """Queries and keys lie as in transformers."""
 
-    inner = _NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS
-    is_compiled = False
+    inner = _NORMS | _ATTENTION | _HEAD_NORMS | _MLP
 
     def restored(self, place: Place, codes: Codes) -> Codes:
         return codes
 
 
-class HybridFile(MixtureFile):
+class MixtureFile(Qwen3File):
+    """Qwen3's mixtures."""
+
+    inner = _NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS
+    is_compiled = False
+
+
+class HybridFile(Qwen3File):
     """Norms are stored with 1 added, A_log as -exp(A_log), and value heads in another order.
 
     Here the value heads of a key head are neighbours; in the file, the first ones of all key heads.
@@ -148,6 +154,7 @@ class HybridFile(MixtureFile):
         _NORMS | {"post_attention_layernorm": "post_attention_norm"}
         | _ATTENTION | _HEAD_NORMS | _MLP | _DELTA_NET
     )  # fmt: skip
+    is_compiled = False
     _ADDS_ONE: ClassVar[set[str]] = {
         "attn_norm", "attn_k_norm", "attn_q_norm", "nextn.enorm", "nextn.hnorm",
         "nextn.shared_head_norm", "output_norm", "post_attention_norm",
@@ -233,6 +240,7 @@ class HybridMixtureFile(HybridFile):
 
 ARCHITECTURES: dict[str, type[LlamaFile]] = {
     "llama": LlamaFile,
+    "qwen3": Qwen3File,
     "qwen3moe": MixtureFile,
     "qwen35": HybridFile,
     "qwen35moe": HybridMixtureFile,

@@ -29,7 +29,11 @@ TOKENIZER_FILES = (
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 # By GGUF's types of tensors; all others are quantised, and bfloat16 is precise enough for them.
 _UNQUANTISED_DTYPES = {0: "float32", 1: "float16"}
-_INNER_OF_EXPERTS = "expert_feed_forward_length"
+# Metadata that transformers does not read for some architectures, and their fields in a config.
+_SIZES = {
+    "attention.key_length": "head_dim",  # stays at 128 for qwen3
+    "expert_feed_forward_length": "moe_intermediate_size",  # stays at 768 for qwen3moe
+}
 # Names of tokenizer.ggml.pre. transformers knows some of them, and silently splits text for any
 # other name as GPT-2 does, which is wrong for most. The second group splits off digits first (as
 # llama.cpp does). Names in neither group that end up with GPT-2's splitting are refused.
@@ -138,9 +142,10 @@ def _keep_file(held: Path, file: "GgufFile", rope: dict[str, Any] | None) -> Non
     config.dtype = "bfloat16"  # of everything but the weights
     config.rope_parameters = rope or config.rope_parameters
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    inner = file.metadata.get(f"{file.metadata['general.architecture']}.{_INNER_OF_EXPERTS}")
-    if inner is not None:  # transformers leaves it at 768 in files of qwen3moe
-        config.moe_intermediate_size = inner
+    for key, field in _SIZES.items():
+        size = file.metadata.get(f"{file.metadata['general.architecture']}.{key}")
+        if size is not None:
+            setattr(config, field, size)
     _set_tokens(config, file)
     config.save_pretrained(held.parent)
     GenerationConfig.from_model_config(config).save_pretrained(held.parent)

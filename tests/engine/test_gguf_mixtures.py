@@ -1,4 +1,4 @@
-"""GGUF files of mixtures and hybrids keep their width on a CPU, and mean what the file says."""
+"""GGUF files of Qwen3 and its kin keep their width on a CPU, and mean what the file says."""
 
 import logging
 from pathlib import Path
@@ -17,6 +17,7 @@ from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models.compiled_decoder import CompiledDecoder
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.gguf_architectures import HybridFile, architecture_of
 from outrider.engine.models.gguf_checkpoint import missing_tensors, why_misread, why_unpacked
@@ -39,6 +40,7 @@ EXPERTS = {"moe_intermediate_size": 32}
 SHARED = {"shared_expert_intermediate_size": 32}
 DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
 SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": WIDE,
     "qwen3_moe": WIDE | EXPERTS | {"mlp_only_layers": []},
     "qwen3_5_text": WIDE | DELTA,
     "qwen3_5_moe_text": WIDE | EXPERTS | SHARED | DELTA,
@@ -71,13 +73,14 @@ def test_logits_are_those_of_the_unpacked_model(
     """
     path = save(tmp_path, architecture)
     network = load(path)
-    assert type(network) is Decoder
+    assert isinstance(network, Decoder)
     expected = logits_of(tmp_path / "meant")
     error = (run_prompt(network).logits - expected).norm() / expected.norm()
     assert error < 3e-4
     assert (logits_of(tmp_path / "plain") - expected).norm() > 0.1 * expected.norm()
     if compiled() is None or DEVICE.type != "cpu" or HAS_KERNELS:
         return
+    assert isinstance(network, CompiledDecoder) == (architecture == "qwen3")
     kept = (Tiles, Stacked, SeparateExperts)
     assert all(isinstance(linear.weight, kept) for linear in network.linears)
     file = GgufFile(path / "model.gguf")

@@ -16,7 +16,8 @@ from tiny_models import with_stacked_experts
 from torch import Tensor
 
 ARCHITECTURES = {
-    "qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"
+    "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
 _NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
