@@ -17,6 +17,7 @@ from outrider.kernels.verify.sampling import MAX_DRAFTS
 from .api import ReportProgress
 from .config import ConfigError, EngineConfig
 from .cpu_share import CPUShare, set_threads
+from .gpu_memory import OutOfDeviceMemoryError
 from .logit_edits import LogitEdits
 from .memory.budget import Budget
 from .memory.host_tier import PageCopies
@@ -80,6 +81,12 @@ class Worker:
             self.close()
             if isinstance(error, RankError):
                 raise ConfigError(str(error)) from None
+            if isinstance(error, torch.OutOfMemoryError):
+                raise OutOfDeviceMemoryError(
+                    "the models do not fit on the GPU: take smaller ones, fewer bits "
+                    '(target.quantization = "fp8"), or more GPUs (target.tensor_parallel): '
+                    f"{error}"
+                ) from None
             raise
 
     def _build(self, config: EngineConfig, report: ReportProgress) -> None:

@@ -158,6 +158,17 @@ def test_a_step_that_does_not_fit_says_what_to_lower(tmp_path: Path) -> None:
         raise torch.cuda.OutOfMemoryError("tried to allocate 2 GiB")
 
 
+def test_models_that_do_not_fit_are_said_to_be_too_large(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr("outrider.engine.worker.ModelPair", load)
+    with pytest.raises(OutOfDeviceMemoryError, match=r"models do not fit .* take smaller .* 2 GiB"):
+        Engine(engine_config(tiny_model("llama", seed=0)))
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], torch.device]:
     """`gpu(free_gib, reserved_gib)`: one of 80 GiB."""
