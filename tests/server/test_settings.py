@@ -37,6 +37,12 @@ def test_flags_win_over_set_over_environment_over_file_over_defaults(config: Pat
     assert settings.max_prompts_times_n == 128
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_rounds_the_heads_that_it_says_it_rounds(path: Path) -> None:
+    draft = load_settings(path, environ={}).draft
+    assert (draft.dtype == "auto") == ("rounded to FP8 at load" in path.read_text())
+
+
 @pytest.mark.parametrize(
     ("assignment", "nearest"),
     [
