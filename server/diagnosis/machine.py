@@ -223,9 +223,14 @@ def pair(
     if not at_hand:
         text = f"{configured}, as configured; how much memory it takes is not known here"
         return Finding("ok", text)
+    dtype = torch.bfloat16
+    if not torch.cuda.is_available():
+        dtype = resolve_dtype("auto", PreTrainedConfig(), torch.device("cpu"))
+        at_hand = [_in_dtype(each, dtype) for each in at_hand]
     fitting = [each for each in at_hand if each.gb_of_first(num_ranks) <= room_gb]
     suggested = (fitting or at_hand[-1:])[0]
-    text = f"{suggested.model} and its draft take {suggested.size_gb:.1f} GB of weights in bfloat16"
+    text = f"{suggested.model} and its draft take {suggested.size_gb:.1f} GB of weights in "
+    text += str(dtype).removeprefix("torch.")
     if num_ranks > 1:
         most = "at most " if shares_draft else ""
         first_gb = suggested.gb_of_first(num_ranks)
@@ -242,6 +247,14 @@ def pair(
     # Fewer bits, if the config asks for them, may fit.
     state: Literal["note", "bad"] = "bad" if configured is None else "note"
     return Finding(state, text, "Free some memory.")
+
+
+def _in_dtype(each: Suggestion, dtype: torch.dtype) -> Suggestion:
+    """With the memory that it takes in this dtype; what is built in is in 4 to 8 bits on a CPU."""
+    if each.model in builtin.BUILTINS:
+        return each
+    factor = dtype.itemsize / torch.bfloat16.itemsize
+    return each._replace(size_gb=factor * each.size_gb, whole_gb=factor * each.whole_gb)
 
 
 def _fit_by_sharing(too_large: Sequence[Suggestion], num_gpus: int, room_gb: float) -> str:

@@ -255,6 +255,22 @@ def test_a_configured_pair_is_looked_at_in_place_of_suggested_ones(
     assert "mine, as configured" in CliRunner().invoke(app, ["doctor", *set_model]).stdout
 
 
+@pytest.mark.parametrize(
+    ("dtype", "model"),
+    [
+        (torch.bfloat16, "HuggingFaceTB/SmolLM2-1.7B-Instruct"),
+        (torch.float32, "smollm2-135m-instruct"),  # the other takes twice as much
+    ],
+)
+def test_a_cpu_is_asked_in_which_dtype_models_run(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, model: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "available_bytes", lambda: 12 * 10**9)
+    monkeypatch.setattr(machine, "resolve_dtype", lambda *_: dtype)
+    assert machine.pair(has_hub=True).remedy == f"outrider serve {model}"
+
+
 def test_a_small_machine_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 4 * 10**8)
     assert machine.memory().state == "note"
