@@ -52,7 +52,7 @@ class Verifier:
     def rehearse(self, logits: Tensor) -> None:
         """Verify dummy sequences, with edits and with as many logprobs as requests may ask for.
 
-        Shape: logits [max_num_seqs * (K + 1), V].
+        Shape: logits [max_verified or fewer, V].
         """
         self._rehearse(logits)
         self._rehearse(self._edits.rehearse(logits[: ROWS_AT_ONCE + self._slots.max_drafts]))
@@ -67,9 +67,9 @@ class Verifier:
         self._run(integers, (size, self._slots.max_drafts, True, True), logits)
 
     def capture(self, logits: Tensor) -> None:
-        """Capture verifications that read this `logits` tensor.
+        """Capture verifications that read this `logits` tensor, of no more rows than it has.
 
-        Shape: logits [max_num_seqs * (K + 1), V].
+        Shape: logits [max_num_seqs or more, V].
         """
         for size in padded_sizes(self._slots.max_num_seqs):
             for kind in SAMPLING_KINDS:
@@ -129,9 +129,15 @@ class Verifier:
         drawn = []
         for piece in np.unique(piece_np[edited_np]):
             some_np = edited_np & (piece_np == piece)
-            edited = self._edits.apply(logits, rows.take(some_np.repeat(num_rows_np)))
-            its = slots_np[some_np], num_drafts_np[some_np]
-            drawn.append(self._verify_slots(*its, kind, edited, is_captured=False))
+            its_rows = rows.take(some_np.repeat(num_rows_np))
+            of_piece = self._verify_slots(
+                slots_np[some_np],
+                num_drafts_np[some_np],
+                kind,
+                self._edits.apply(logits, its_rows),  # unnamed: freed before the next one is made
+                is_captured=False,
+            )
+            drawn.append(of_piece)
         return torch.cat(drawn)
 
     def _verify_slots(
@@ -250,11 +256,11 @@ class Verifier:
         num_top = max(p.logprobs or 0 for p in params)
         num_top = min(num_top, self._slots.vocab_size)
         named = [p.logprob_token_ids for p in params]
-        pieces = []
-        for row, seq, column in uploaded(np.stack(asking), drawn.device).split(ROWS_AT_ONCE, 1):
+
+        def found(row: Tensor, seq: Tensor, column: Tensor) -> Logprobs:
             asked, token_ids = logits[row], drawn[seq, column]
-            found = gather_logprobs(asked, token_ids, num_top, self._slots.vocab_size)
-            if any(named):
-                found = with_named(found, asked, token_ids, named, seq)
-            pieces.append(found)
-        return Logprobs(*map(torch.cat, zip(*pieces, strict=True)))
+            best = gather_logprobs(asked, token_ids, num_top, self._slots.vocab_size)
+            return with_named(best, asked, token_ids, named, seq) if any(named) else best
+
+        pieces = uploaded(np.stack(asking), drawn.device).split(ROWS_AT_ONCE, 1)
+        return Logprobs(*map(torch.cat, zip(*(found(*piece) for piece in pieces), strict=True)))

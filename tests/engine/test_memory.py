@@ -1,5 +1,6 @@
 """Pages take what weights, graphs and the largest step leave of a GPU, and no more."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -125,12 +126,19 @@ def test_logits_are_edited_and_scored_in_pieces(
     monkeypatch.setattr(verifier, "ROWS_AT_ONCE", 5)
     engine, num_edited, num_scored = Engine(config), [], []
     apply, gather = Penalties.apply, verifier.gather_logprobs
+    copies: list[weakref.ref[Tensor]] = []
+
+    def is_only_copy(logits: Tensor) -> bool:
+        copies[:] = [each for each in copies if each() is not None] + [weakref.ref(logits)]
+        return len(copies) == 1
 
     def applied(edit: Penalties, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
+        assert is_only_copy(logits)
         num_edited.append(len(logits))
         apply(edit, logits, rows, at)
 
     def gathered(logits: Tensor, *args: Any) -> Logprobs:
+        assert is_only_copy(logits)
         num_scored.append(len(logits))
         return gather(logits, *args)
 
