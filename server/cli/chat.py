@@ -125,10 +125,14 @@ class ChatSession:
             self._console.print(HELP)
 
     def say(self, text: str) -> None:
-        """Ask, and show the answer as it arrives. Adds no turn if it raises RemoteError."""
+        """Ask, and show the answer as it arrives.
+
+        Adds no turn if it raises RemoteError, or if Ctrl-C comes before any of the answer's text.
+        """
         messages = [*self._messages, {"role": "user", "content": text}]
         painter, answer, started_s, first_s = Painter(), list[str](), time.perf_counter(), 0.0
         waiting = self._console.status("waiting")  # shown on a terminal only
+        is_whole = False
         with contextlib.suppress(KeyboardInterrupt), waiting:  # ends the answer, not the chat
             for choice, progress in self._choices(messages):
                 if progress is not None:
@@ -144,8 +148,10 @@ class ChatSession:
                 if content := delta.get("content"):
                     self._show(painter, content)
                     answer.append(content)
+            is_whole = True
         self._console.print()
-        self._messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
+        if is_whole or answer:
+            self._messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
         self._sum_up(painter, first_s, time.perf_counter() - started_s)
 
     def _choices(

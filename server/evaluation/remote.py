@@ -35,20 +35,25 @@ class Remote:
 
 def find(url: str, api_key: str | None, model: str | None) -> Remote:
     """The server at `url`, which may end in /v1, and the model to ask. Raises RemoteError."""
-    url = url.rstrip("/").removesuffix("/v1")
     if "://" not in url:
         url = f"http://{url}"
+    url = url.rstrip("/").removesuffix("/v1")
     headers: dict[bytes, bytes] = {}
     if api_key:
         headers[b"authorization"] = f"Bearer {api_key}".encode(errors="replace")
     try:
         response = httpx.get(f"{url}/v1/models", headers=headers, timeout=TIMEOUT)
-        if response.is_error:
-            raise refusal(url, response)
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as error:
+        raise RemoteError(
+            f"{url} is no URL of a server ({error}); give one such as {DEFAULT_URL}"
+        ) from None
+    except httpx.HTTPError as error:
+        raise unreachable(url, error) from None
+    if response.is_error:
+        raise refusal(url, response)
+    try:
         names = [entry["id"] for entry in response.json()["data"]]
         asked = model or names[0]
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise unreachable(url, error) from None
     except (ValueError, LookupError, TypeError):
         raise RemoteError(f"{url} answers, but not as an OpenAI-compatible server does") from None
     if model is not None and model not in names:

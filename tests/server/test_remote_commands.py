@@ -1,6 +1,7 @@
 """`outrider chat` and `outrider bench`, against servers behind real sockets."""
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,6 +82,34 @@ def test_an_error_ends_a_turn_and_not_the_conversation(serve: Serve) -> None:
         result = outrider("chat", url, "--max-tokens", "5000", say="Hi\n/quit\n")
         assert result.exit_code == 0
         assert "400: This model's maximum context length" in result.stderr
+
+
+def test_ctrl_c_before_any_text_leaves_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later it leaves the text so far."""
+    chunks = [{"choices": [{"delta": {"content": text}}]} for text in ("Hello", " you")]
+    takes = Painter.take
+    interrupted = iter([True, False, True, False, False])
+
+    def take(painter: Painter, choice: dict[str, Any]) -> None:
+        if next(interrupted):
+            raise KeyboardInterrupt
+        takes(painter, choice)
+
+    monkeypatch.setattr(Painter, "take", take)
+    with other_server(chunks) as (url, bodies):
+        assert outrider("chat", url, say="One\nTwo\nThree\n").exit_code == 0
+    said = [[each["content"] for each in body["messages"]] for body in bodies]
+    assert said == [["One"], ["Two"], ["Two", "Hello", "Three"]]
+
+
+@pytest.mark.parametrize("command", ["chat", "bench"])
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://", "ftp://x", "http://x:y", "http://" + 99 * "x"]
+)
+def test_what_is_no_url_is_called_so(command: str, url: str) -> None:
+    result = outrider(command, url)
+    assert result.exit_code == 1
+    assert re.match(r"outrider: \S+ is no URL of a server \(.+ http://127", result.stderr)
 
 
 @pytest.mark.parametrize("command", ["chat", "bench"])
