@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import FailFast, Field
+from pydantic import Discriminator, FailFast, Field, Tag
 
 from ..base.errors import unsupported
 from ..base.fields import MAX_TOOLS
@@ -37,13 +37,44 @@ FIELDS = {
 LATEST = ":latest"  # which Ollama's clients add to a name without a tag
 
 
+def _kind_of_format(value: object) -> str | None:
+    if isinstance(value, dict):
+        return "<schema>"
+    return "<name>" if isinstance(value, str) else None
+
+
+def _kind_of_thinking(value: object) -> str | None:
+    if isinstance(value, bool):
+        return "<switch>"
+    return "<effort>" if isinstance(value, str) else None
+
+
+# By the kind that it has, so that what is wrong is reported once, not once a kind.
+Format = Annotated[
+    Annotated[Literal["", "json"], Tag("<name>")] | Annotated[dict[str, Any], Tag("<schema>")],
+    Discriminator(
+        _kind_of_format,
+        custom_error_type="format_type",
+        custom_error_message="expected 'json' or a JSON schema, which is an object",
+    ),
+]
+Think = Annotated[
+    Annotated[bool, Tag("<switch>")] | Annotated[Literal["low", "medium", "high"], Tag("<effort>")],
+    Discriminator(
+        _kind_of_thinking,
+        custom_error_type="think_type",
+        custom_error_message="expected true, false, 'low', 'medium' or 'high'",
+    ),
+]
+
+
 class _Request(Body):
     ignored_fields: ClassVar = IGNORED | {"keep_alive", "context", "template"}
 
     stream: bool = True
-    format: Literal["", "json"] | dict[str, Any] | None = None
+    format: Format | None = None
     options: dict[str, Any] = Field(default_factory=dict)
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: Think | None = None
 
     @property
     def asked_model(self) -> str | None:

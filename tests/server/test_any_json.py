@@ -1,19 +1,21 @@
 """Whatever JSON comes in, the answer is a success or an error that names a reason."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from asgi import post
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from scripted_client import steps
 from served import Served
 from tokenizers_for_tests import byte_level_tokenizer
 
 from outrider.server.api.chat_protocol import ChatCompletionRequest
 from outrider.server.api.messages_protocol import MessagesRequest
+from outrider.server.api.ollama_protocol import OllamaChatRequest, OllamaGenerateRequest
 from outrider.server.api.protocol import CompletionRequest
 from outrider.server.api.responses_protocol import ResponsesRequest
 from outrider.server.api.tokenization import TokenizeChat
@@ -58,6 +60,31 @@ MESSAGE = st.dictionaries(
         st.fixed_dictionaries({"type": st.sampled_from(TYPES), "text": SCALARS}), max_size=2
     ),
 )
+
+
+def unions_of(schema: Any) -> Iterator[list[str]]:
+    """What the paths of errors name the kinds of each union in a schema of pydantic."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "union":
+            yield [str(choice) for choice in schema["choices"]]
+        if schema.get("type") == "tagged-union":
+            yield [str(tag) for tag in schema["choices"]]
+        for name, part in schema.items():
+            if name != "metadata":
+                yield from unions_of(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            yield from unions_of(part)
+
+
+@pytest.mark.parametrize(
+    "request_type", [*(each for _, each, _ in ENDPOINTS), OllamaChatRequest, OllamaGenerateRequest]
+)
+def test_errors_can_leave_out_the_names_of_kinds(request_type: type[BaseModel]) -> None:
+    """Those in angle brackets: of a union without tags, errors show how its types are written."""
+    unions = list(unions_of(TypeAdapter(request_type).core_schema))
+    assert unions
+    assert [kind for kinds in unions for kind in kinds if kind[0] != "<"] == []
 
 
 @pytest.fixture(scope="module")

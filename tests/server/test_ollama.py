@@ -71,6 +71,24 @@ def test_a_whole_answer_is_one_object(serve: Serve, tokenizer: Tokenizer) -> Non
     assert (answered["response"], answered["done"]) == ("Hello", True)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"think": 3}, "think: expected true, false, 'low', 'medium' or 'high'"),
+        ({"think": "a lot"}, "think: Input should be 'low', 'medium' or 'high'"),
+        ({"format": 3}, "format: expected 'json' or a JSON schema"),
+        ({"format": "xml"}, "format: Input should be '' or 'json'"),
+    ],
+)
+def test_a_wrong_field_is_named_once_and_by_its_name_alone(
+    serve: Serve, fields: dict[str, Any], says: str
+) -> None:
+    reply = chat(serve(), **fields)
+    assert reply.status == 400
+    assert reply.json()["error"].startswith(says)
+    assert reply.json()["error"].count("given: ") == 1
+
+
 def test_reasoning_is_thinking(serve: Serve, tokenizer: Tokenizer) -> None:
     text = "<think>so</think>Hello"
     answer = chat(saying(serve, tokenizer, text), stream=False).json()
