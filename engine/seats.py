@@ -10,9 +10,10 @@ from .host_memory import available_bytes
 from .models.pair import ModelPair
 
 _SEATS_SHARE = 0.5  # of the memory beside weights and steps; the KV cache gets the rest
-# Of a GPU, for graphs and the largest step, which cannot be measured before there are seats: what
-# they take with Qwen3.6, whose vocabulary is large, as counted from shapes.
-_STEP_BYTES = 3 * GIB
+# Of a GPU, for graphs and the largest step, which cannot be measured before there are seats. As
+# counted from shapes: 3 GiB with Qwen3.6, whose vocabulary is large. Each token id takes a logit in
+# 1536 rows of a step and in 1024 that graphs share, and copies in 16 and in 32 bits of 544 rows.
+_STEP_BYTES, _STEP_BYTES_PER_TOKEN_ID = GIB, 8_400
 
 
 def seated(
@@ -34,7 +35,7 @@ def seated(
         room_bytes = left_for_caches(config)
     else:
         left = left_bytes(device, config.gpu_memory_utilization, step_bytes=0, freed_bytes=0)
-        room_bytes = left - _STEP_BYTES
+        room_bytes = left - (_STEP_BYTES + _STEP_BYTES_PER_TOKEN_ID * pair.vocab_size)
     most = max(1, int(_SEATS_SHARE * room_bytes) // bytes_per_seq)
     num_seqs = min(scheduler.max_num_seqs, most)
     return replace(config, scheduler=replace(scheduler, max_num_seqs=num_seqs))

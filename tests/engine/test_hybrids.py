@@ -224,6 +224,11 @@ def test_states_are_counted(target: Path, monkeypatch: pytest.MonkeyPatch) -> No
             Engine(engine_config(target, num_pages=None))
 
 
+def step_bytes(vocab_size: int) -> int:
+    """What a GPU keeps for graphs and the largest step before it has seats."""
+    return 2**30 + 8_400 * vocab_size
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("num_fitting", "caches_prefixes", "given", "expected"),
@@ -249,10 +254,24 @@ def test_no_more_sequences_run_than_half_of_the_memory_has_states_for(
     num_states = 2 * num_fitting if caches_prefixes else num_fitting
     room_bytes = 2 * num_states * pair.target.bytes_per_slot(32) + 1
     monkeypatch.setattr(seats, "left_for_caches", lambda _: room_bytes)
-    monkeypatch.setattr(seats, "left_bytes", lambda *_, **__: room_bytes + 3 * 2**30)
+    monkeypatch.setattr(seats, "left_bytes", lambda *_, **__: room_bytes + step_bytes(VOCAB))
     scheduler = replace(config.scheduler, **{"may_lower_seqs": True, **given})
     config = replace(config, scheduler=scheduler)
     seated = seats.seated(config, pair, torch.device(device), 32)
+    assert seated.scheduler.max_num_seqs == expected
+
+
+@pytest.mark.parametrize(("vocab_size", "expected"), [(248_320, 1), (65_536, 8)])
+def test_a_step_takes_less_room_from_states_with_a_smaller_vocabulary(
+    target: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: int, expected: int
+) -> None:
+    config = engine_config(target, num_pages=None, max_num_seqs=64)
+    pair = ModelPair(config, ignore_progress)
+    monkeypatch.setattr(pair, "vocab_size", vocab_size)
+    monkeypatch.setattr(pair.target, "bytes_per_slot", lambda _: 40 * 2**20)
+    monkeypatch.setattr(seats, "left_bytes", lambda *_, **__: int(2.8 * 2**30))  # of a GPU of 4 GB
+    config = replace(config, scheduler=replace(config.scheduler, may_lower_seqs=True))
+    seated = seats.seated(config, pair, torch.device("cuda"), 32)
     assert seated.scheduler.max_num_seqs == expected
 
 
@@ -277,7 +296,7 @@ def test_an_engine_has_as_many_seats_as_its_states_have_room_for(
     config = engine_config(target, proposer="suffix", max_num_seqs=32)
     state_bytes = Engine(config).worker.pair.target.bytes_per_slot(32)
     monkeypatch.setattr(seats, "left_for_caches", lambda _: 2 * 2 * 3 * state_bytes)
-    left_bytes = 2 * 2 * 3 * state_bytes + 3 * 2**30  # with a step
+    left_bytes = 2 * 2 * 3 * state_bytes + step_bytes(VOCAB)
     monkeypatch.setattr(seats, "left_bytes", lambda *_, **__: left_bytes)
     scheduler = replace(config.scheduler, may_lower_seqs=True)
     engine = Engine(replace(config, scheduler=scheduler))
