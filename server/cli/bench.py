@@ -1,6 +1,5 @@
 """`outrider bench`: what the drafts of a running server are worth under load."""
 
-import asyncio
 import json
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from ..evaluation.remote import DEFAULT_URL, RemoteError, find
 from .config import ApiKeyOption, ModelOption, UrlArgument, finite
 from .errors import check_folders, give_up
 from .progress import ProgressDisplay
+from .signals import run_until_ended
 
 if TYPE_CHECKING:
     from ..evaluation.load import LoadResult
@@ -71,7 +71,7 @@ def bench_command(
         loads = {}
         with ProgressDisplay() as display:
             for at_once in concurrency or [1, 8]:
-                loads[at_once] = asyncio.run(
+                loads[at_once] = run_until_ended(
                     measure_load(
                         remote,
                         concurrency=at_once,

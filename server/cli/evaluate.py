@@ -1,8 +1,8 @@
 """`outrider evaluate`: what a pair is worth on this machine."""
 
-import asyncio
 import importlib.util
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from .config import (
 )
 from .errors import check_folders, errors_shown, give_up
 from .progress import ProgressDisplay
+from .signals import run_until_ended
 
 if TYPE_CHECKING:
     from outrider.engine.api import EngineInfo
@@ -103,6 +104,9 @@ def evaluate_command(
     from ..models.pair import engine_config, prepare_pair, resolve_device
     from ..text.tokenizer import Tokenizer
 
+    # What follows is no task yet; without a handler SIGTERM would not even end a container's first
+    # process.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with errors_shown():
         resolve_device(settings.target.device)  # reports a missing GPU before any fetching
         with ProgressDisplay() as display:
@@ -133,7 +137,7 @@ def evaluate_command(
                 counted = partial(display, "measuring")
                 step_timeout_s = settings.engine.step_timeout_s
                 served = ProcessEngine(wanted, display, step_timeout_s=step_timeout_s)
-                info, tallies = asyncio.run(
+                info, tallies = run_until_ended(
                     _measured(served, prompts, temperatures, ks, max_tokens, counted)
                 )
     if check_exact:

@@ -1,10 +1,8 @@
 """`outrider run-batch`: answer a file of requests."""
 
-import asyncio
 import contextlib
 import json
 import os
-import signal
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
@@ -20,7 +18,7 @@ from .config import (
 )
 from .errors import errors_shown
 from .progress import ProgressDisplay
-from .signals import be_cancelled_by
+from .signals import run_until_ended
 
 if TYPE_CHECKING:
     from ..config.settings import Settings
@@ -56,10 +54,7 @@ def run_batch_command(
     settings = settings_or_exit(config, assignments, named)
     with errors_shown(), _opened("--input", input_file) as given:
         _check_output(output_file, given)
-        try:
-            num_done, num_failed = asyncio.run(_run(settings, given, output_file))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+        num_done, num_failed = run_until_ended(_run(settings, given, output_file))
     typer.echo(f"{num_done} requests, {num_failed} of them failed", err=True)
     if num_done and num_failed == num_done:
         raise typer.Exit(1)
@@ -92,8 +87,6 @@ async def _run(settings: "Settings", given: IO[bytes], output: str) -> tuple[int
     from ..http.middleware import Gate
     from ..models.prepare import prepare
 
-    # Without a handler SIGTERM would not even end a container's first process.
-    be_cancelled_by(signal.SIGTERM)
     # There are no other clients, so no keys are needed.
     open_to_us = settings.server.model_copy(
         update={

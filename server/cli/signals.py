@@ -2,6 +2,29 @@
 
 import asyncio
 import signal
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def run_until_ended(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, which SIGTERM ends as Ctrl-C does; raises KeyboardInterrupt then.
+
+    Without a handler it would not even end a container's first process.
+    """
+
+    async def main() -> T:
+        be_cancelled_by(signal.SIGTERM)
+        return await work
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def be_cancelled_by(sig: signal.Signals) -> None:

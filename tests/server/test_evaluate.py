@@ -1,8 +1,11 @@
 """`outrider evaluate` on a tiny pair: what it measures, and what it says."""
 
+import asyncio
 import io
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +133,38 @@ def test_only_what_drafted_is_named(target: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "not-there" not in result.output
     assert json.loads(file.read_text())["draft"] is None
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("place", ["models.pair.prepare_pair", "evaluation.measure.measure"])
+def test_sigterm_ends_the_command_as_ctrl_c_does(
+    place: str, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before there is an engine, and while it measures."""
+    ended = []
+
+    def prepare(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("it goes on")
+
+    async def measure(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(5)
+        ended.append("late")
+
+    async def stop(self: InProcessEngine) -> None:
+        ended.append("stopped")
+
+    monkeypatch.setattr(InProcessEngine, "stop", stop)
+    is_early = place.endswith("prepare_pair")
+    monkeypatch.setattr(f"outrider.server.{place}", prepare if is_early else measure)
+    pair = [str(target), "--set", "speculation.proposer=ngram", "--set", "target.device=cpu"]
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what a container's first process has
+    try:
+        run = CliRunner().invoke(app, ["evaluate", *pair, "--set", "cache.num_pages=64"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (run.exit_code, ended) == (130, [] if is_early else ["stopped"])
 
 
 def test_an_exact_pair_is_called_so(target: Path) -> None:

@@ -1,7 +1,10 @@
 """`outrider chat` and `outrider bench`, against servers behind real sockets."""
 
+import asyncio
 import json
+import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -297,6 +300,20 @@ def test_bench_measures_with_and_without_drafts(
     assert drafts == 2 * 3 * [0, 0, 0, None, None, None]  # two loads, three rounds of each
     assert len({request.cache_salt for request in requests}) == len(requests)
     assert {request.params.max_tokens for request in requests} == {9}
+
+
+def test_sigterm_ends_bench_as_ctrl_c_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def measure(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(5)
+
+    monkeypatch.setattr("outrider.server.evaluation.load.measure_load", measure)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with other_server([]) as (url, _):
+            assert outrider("bench", url).exit_code == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_bench_says_if_nothing_was_drafted(serve: Serve) -> None:
