@@ -15,6 +15,7 @@ from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
+from outrider.engine.gpu_memory import OutOfDeviceMemoryError
 from outrider.engine.models.families.base import window_of
 from outrider.engine.models.heads import loading
 from outrider.engine.models.heads.config import HeadConfig, HeadError, head_kind
@@ -238,7 +239,7 @@ def test_a_gpu_without_memory_for_a_head_does_not_make_its_file_damaged(
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(loading, "_read_head", fail)
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+    with pytest.raises(OutOfDeviceMemoryError, match=r"do not fit on the GPU.*Tried to allocate"):
         load(target, save_tiny_head(tmp_path, target))
 
 
