@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_map
 
 from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.engine import Engine
-from outrider.engine.models import attention
+from outrider.engine.models import attention, network
 from outrider.engine.models.attention import ForwardBatch, PagedAttention
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.network import Network, Pass, captured_shapes
+from outrider.engine.scoring import verifier
 from outrider.engine.state import phase
 from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.phase import Phase, Shape, padded_sizes, record_graph
@@ -66,6 +67,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[_Recorded]:
         return graph, graph.output
 
     monkeypatch.setattr(phase, "record_graph", record)
+    # As on a GPU, verifications are captured, and read the logits that a pass has left in place, of
+    # no more rows than they were captured with.
+    monkeypatch.setattr(verifier, "cpu", SimpleNamespace(takes=lambda *_: False))
+    verify = verifier.verify
+
+    def verified(logits: Tensor, cu_rows: Tensor, *args: Any, **options: bool) -> Tensor:
+        assert cu_rows[-1] <= len(logits)
+        return verify(logits, cu_rows, *args, **options)
+
+    monkeypatch.setattr(verifier, "verify", verified)
     monkeypatch.setattr(_Recorded, "num_replays", 0)
     return _Recorded
 
@@ -111,6 +122,22 @@ def test_padding_changes_nobodys_output(
         # Rows of logits that score prompts lie between those that are verified.
         assert [tokens(o) for o in run(padded, mixed[batch], scored[batch])] == expected
     assert recorded.num_replays > 30
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
+@pytest.mark.parametrize("most_rows", [256, 33])  # of the graphs of passes with such drafts
+def test_captured_verifications_read_all_rows_of_drafts_that_are_looked_up(
+    target: Path, recorded: type[_Recorded], monkeypatch: pytest.MonkeyPatch, most_rows: int
+) -> None:
+    monkeypatch.setattr(network, "MOST_LOOKED_UP_ROWS", most_rows)
+    config = engine_config(target, proposer="suffix", k=2, max_num_seqs=6)
+    asked, params = prompts([3, 17, 8, 21, 1, 5], VOCAB), replace(GREEDY, max_tokens=60)
+    plain, padded = Engine(config), Engine(config)
+    padded.worker.capture(ignore_progress)
+    expected = [tokens(o) for o in run(plain, asked, params)]
+    assert [tokens(o) for o in run(padded, asked, params, predicted=expected)] == expected
+    assert padded.stats().accepted_per_position[20] > 0
+    assert recorded.num_replays > 0
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
