@@ -47,6 +47,11 @@ from outrider.engine.models.weight_files import stored_tensors, unread_files
 K = 4
 
 
+def deep(*case: Any) -> Any:
+    """What another test guards, too."""
+    return pytest.param(*case, marks=pytest.mark.deep)
+
+
 @pytest.fixture
 def target(tiny_model: Tiny) -> Path:
     return tiny_model("qwen3_5_text")
@@ -83,9 +88,9 @@ def test_greedy_answers_are_the_targets_own(target: Path) -> None:
     [
         (0, "qwen3_5_text"),
         (1, "qwen3_5_text"),
-        (1, "qwen3_5_moe_text"),
         (1, "nemotron_h"),
-        pytest.param(1, "granitemoehybrid", marks=pytest.mark.deep),
+        deep(1, "qwen3_5_moe_text"),  # test_random_comparison.py
+        deep(1, "granitemoehybrid"),
     ],
 )
 def test_any_number_of_drafts_may_be_accepted(
@@ -110,7 +115,10 @@ def test_any_number_of_drafts_may_be_accepted(
     assert any(count < drafted for drafted, count in accepted if count)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "nemotron_h"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["qwen3_5_text", deep("nemotron_h")],  # test_random_comparison.py
+)
 def test_a_model_may_draft_for_it(architecture: str, tiny_model: Tiny) -> None:
     """Whose KV lies in the same pages, and which falls behind and catches up."""
     target = tiny_model(architecture)
@@ -119,7 +127,11 @@ def test_a_model_may_draft_for_it(architecture: str, tiny_model: Tiny) -> None:
     assert engine.stats().drafted_per_position[0] > 20
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+@pytest.mark.parametrize(
+    "architecture",
+    # test_quantised_hybrids.py has the others' formulas.
+    ["qwen3_5_moe_text", deep("qwen3_5_text"), deep("qwen3_next")],
+)
 def test_the_mtp_head_drafts_by_its_formulas(architecture: str, tmp_path: Path) -> None:
     """Also behind rejected drafts, in chunks, and a step ahead; the answers are the target's.
 
@@ -322,7 +334,7 @@ def as_published(path: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("architecture", [deep("qwen3_5_text"), "qwen3_5_moe_text"])
 def test_the_text_of_a_model_that_reads_images_is_served(
     architecture: str, tiny_model: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

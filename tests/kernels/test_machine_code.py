@@ -111,7 +111,7 @@ def test_narrow_experts_do_not_overwrite_what_is_multiplied(
         deep(machine_code.RTX_4090, SILU, 16),
         (machine_code.RTX_4090, SILU, 128),
         deep(machine_code.H100, RELU_SQUARED, 16),
-        (machine_code.H100, RELU_SQUARED, 128),
+        deep(machine_code.H100, RELU_SQUARED, 128),
     ],
 )
 def test_plain_experts_are_multiplied_by_tensor_cores(
@@ -308,7 +308,7 @@ def mamba2s() -> None:
     states(StateHeads(8, 64, 128, 64, num_scalars=1), corrects=False)
 
 
-@pytest.mark.parametrize("launch", [delta_nets, mamba2s])
+@pytest.mark.parametrize("launch", [delta_nets, deep(mamba2s)])
 def test_states_stay_in_registers(launch: Callable[[], None]) -> None:
     with machine_code.launches(machine_code.H100) as kernels:
         launch()
