@@ -86,8 +86,9 @@ class Worker:
                 raise ConfigError(str(error)) from None
             if isinstance(error, torch.OutOfMemoryError):
                 raise OutOfDeviceMemoryError(
-                    "the models do not fit on the GPU: take smaller ones, fewer bits "
-                    '(target.quantization = "fp8"), or more GPUs (target.tensor_parallel): '
+                    "the models do not fit on the GPU, with what sequences keep there: take "
+                    'smaller ones, fewer bits (target.quantization = "fp8"), more GPUs '
+                    "(target.tensor_parallel) or fewer sequences (scheduler.max_num_seqs): "
                     f"{error}"
                 ) from None
             raise

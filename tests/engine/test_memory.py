@@ -166,14 +166,19 @@ def test_a_step_that_does_not_fit_says_what_to_lower(tmp_path: Path) -> None:
         raise torch.cuda.OutOfMemoryError("tried to allocate 2 GiB")
 
 
+@pytest.mark.parametrize("part", ["ModelPair", "build_proposer"])
 def test_models_that_do_not_fit_are_said_to_be_too_large(
-    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     def load(*_: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
-    monkeypatch.setattr("outrider.engine.worker.ModelPair", load)
-    with pytest.raises(OutOfDeviceMemoryError, match=r"models do not fit .* take smaller .* 2 GiB"):
+    # A draft's distributions take gigabytes of many sequences.
+    monkeypatch.setattr(f"outrider.engine.worker.{part}", load)
+    said = (
+        r"models do not fit .* take smaller .* fewer sequences \(scheduler.max_num_seqs\): .* 2 GiB"
+    )
+    with pytest.raises(OutOfDeviceMemoryError, match=said):
         Engine(engine_config(tiny_model("llama", seed=0)))
 
 
