@@ -84,25 +84,30 @@ def _copied_bytes(model: ModelConfig) -> int:
             empty: nn.Module = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), dtype=dtype, trust_remote_code=model.trust_remote_code
             )
-        return _num_copied(empty, config, model, dtype) * dtype.itemsize
+        return sum(_weight_bytes(empty, config, model, dtype))
     except Exception:  # whatever it is, loading says it better
         log.debug("%s: its memory was not counted", model.path, exc_info=True)
         return 0
 
 
-def _num_copied(
+def _weight_bytes(
     empty: nn.Module, config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype
-) -> int:
-    """How many weights of a model, here without them, our decoder or transformers copies."""
+) -> Iterator[int]:
+    """Of each weight that our decoder or transformers copies; `empty` is the model without any."""
     folder = Path(model.path)
-    if why_unknown(config) is None or holds_gguf(folder):
-        return sum(weight.numel() for weight in empty.parameters())
-    if all(each.dtype != _STORED_AS[dtype] for each in stored_tensors(folder).values()):
-        return sum(weight.numel() for weight in empty.parameters())
-    # transformers keeps views of the files, and only what is packed is copied.
-    if not has_products(dtype):
-        return 0
-    return sum(each.weight.numel() for each in empty.modules() if type(each) is nn.Linear)
+    is_gguf = holds_gguf(folder)
+    stored = {} if is_gguf or not any(folder.glob("*.safetensors")) else stored_tensors(folder)
+    is_converted = all(each.dtype != _STORED_AS[dtype] for each in stored.values())
+    if is_gguf or why_unknown(config) is None or (stored and is_converted):
+        for name, weight in empty.named_parameters():
+            # Experts in MXFP4 stay in it, and are unpacked in each pass.
+            narrow = [stored.get(f"{name}_{part}") for part in ("blocks", "scales")]
+            sizes = [each.end - each.start for each in narrow if each is not None]
+            yield sum(sizes) if sizes else weight.numel() * dtype.itemsize
+    elif has_products(dtype):  # only what is packed; transformers keeps views of the files
+        for module in empty.modules():
+            if type(module) is nn.Linear:
+                yield module.weight.numel() * dtype.itemsize
 
 
 def _is_unpacked(model: ModelConfig) -> bool:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from engines import engine_config
+from quantised import quantise_experts
+from safetensors.torch import load_file
 from tiny_gguf import llama_directory
 from tiny_models import DEVICE, Tiny, change_config, save_tiny_model
 from transformers import AutoModelForCausalLM
@@ -64,6 +66,16 @@ def test_a_draft_counts_beside_its_target(tiny_model: Tiny, leave: Leave) -> Non
     leave(both - 1)
     with pytest.raises(ConfigError, match="target and draft"):
         Engine(config)
+
+
+def test_experts_that_stay_in_mxfp4_count_so(tmp_path: Path, leave: Leave) -> None:
+    options = {"hidden_size": 64, "intermediate_size": 64}
+    path = quantise_experts(save_tiny_model(tmp_path / "plain", "gpt_oss", **options), tmp_path)
+    tensors = load_file(path / "model.safetensors").values()
+    size = sum(each.nbytes if each.dtype == torch.uint8 else 4 * each.numel() for each in tensors)
+    check_needs(engine_config(path), size, leave, "target needs")
+    leave(size)
+    Engine(engine_config(path))
 
 
 @pytest.mark.skipif(compiled() is None, reason="no layers were compiled here")
