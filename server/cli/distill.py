@@ -1,5 +1,6 @@
 """`outrider distill`: make a draft for a target."""
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from outrider.distill.recipe import Divergence, DraftKind, Recipe
 
 from .errors import errors_shown
 from .progress import ProgressDisplay
+from .signals import be_interrupted_by
 
 
 def distill_command(
@@ -103,6 +105,7 @@ def distill_command(
     from ..models.pair import resolve_device
     from ..models.resolve import resolve
 
+    be_interrupted_by(signal.SIGTERM)
     try:
         with errors_shown(), ProgressDisplay() as display:
             recipe = Recipe.of(

@@ -23,7 +23,7 @@ from .config import (
 )
 from .errors import check_folders, errors_shown, give_up
 from .progress import ProgressDisplay
-from .signals import run_until_ended
+from .signals import be_interrupted_by, run_until_ended
 
 if TYPE_CHECKING:
     from outrider.engine.api import EngineInfo
@@ -104,9 +104,7 @@ def evaluate_command(
     from ..models.pair import engine_config, prepare_pair, resolve_device
     from ..text.tokenizer import Tokenizer
 
-    # What follows is no task yet; without a handler SIGTERM would not even end a container's first
-    # process.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    be_interrupted_by(signal.SIGTERM)
     with errors_shown():
         resolve_device(settings.target.device)  # reports a missing GPU before any fetching
         with ProgressDisplay() as display:

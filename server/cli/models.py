@@ -1,5 +1,6 @@
 """`outrider models`: see, fetch, find and remove models."""
 
+import signal
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from .config import ConfigOption, SetOption, settings_or_exit
 from .errors import errors_shown
 from .plain_help import PlainCommand, PlainGroup
 from .progress import ProgressDisplay
+from .signals import be_interrupted_by
 
 models_app = typer.Typer(
     help="List, fetch, locate and remove models.", no_args_is_help=True, cls=PlainGroup
@@ -79,6 +81,7 @@ def fetch_models(
     from ..models.pair import prepare_pair
     from ..models.resolve import resolve
 
+    be_interrupted_by(signal.SIGTERM)
     with errors_shown(), ProgressDisplay() as display:
         if model is not None:
             typer.echo(resolve(model, revision, report=display))

@@ -31,7 +31,7 @@ from ..observe.tracing import TracingError
 from ..text.message_format import MessageFormat
 from .console import report_status, show_summary
 from .progress import ProgressDisplay
-from .signals import be_cancelled_by
+from .signals import be_cancelled_by, be_interrupted_by
 
 log = logging.getLogger("outrider.server")
 
@@ -43,8 +43,7 @@ def serve(settings: Settings) -> int:
     # The present stream, because conversions redirect sys.stderr later.
     console = Console(file=sys.stderr)
     configure_logging(settings.server.log_level, settings.server.log_format, console)
-    # Without a handler SIGTERM would not even end a container's first process.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    be_interrupted_by(signal.SIGTERM)
     try:
         prepare_for_clients(settings.server)
         listeners = [

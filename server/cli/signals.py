@@ -1,4 +1,4 @@
-"""Signals that end a command whose work is a task."""
+"""Signals that end a command."""
 
 import asyncio
 import signal
@@ -8,11 +8,16 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def run_until_ended(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, which SIGTERM ends as Ctrl-C does; raises KeyboardInterrupt then.
+def be_interrupted_by(sig: signal.Signals) -> None:
+    """Raise KeyboardInterrupt on this signal, as Python does on Ctrl-C: before there is a task.
 
-    Without a handler it would not even end a container's first process.
+    Without a handler SIGTERM would not even end a container's first process.
     """
+    signal.signal(sig, signal.default_int_handler)
+
+
+def run_until_ended(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, which SIGTERM ends as Ctrl-C does; raises KeyboardInterrupt then."""
 
     async def main() -> T:
         be_cancelled_by(signal.SIGTERM)

@@ -1,5 +1,7 @@
 """`outrider config` and `outrider models`."""
 
+import os
+import signal
 import tomllib
 from pathlib import Path
 
@@ -110,6 +112,24 @@ def test_fetch_takes_the_pair_of_a_config(home: Path) -> None:
     (home / "pair.toml").write_text('[target]\nmodel = "./target"\n[draft]\nmodel = "./draft"\n')
     result = outrider("models", "fetch", "--config", "pair.toml")
     assert result.stdout.split() == [str(home / "target"), str(home / "draft")]
+
+
+@pytest.mark.parametrize(
+    "command", [["models", "fetch", "x/y"], ["distill", "--target", "x/y", "--out", "draft"]]
+)
+def test_sigterm_ends_fetching_as_ctrl_c_does(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("it goes on")
+
+    monkeypatch.setattr("outrider.server.models.resolve.resolve", resolve)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what a container's first process has
+    try:
+        assert outrider(*command).exit_code == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_config_files_name_the_defaults_they_are_about() -> None:
