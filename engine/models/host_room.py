@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _MOST_GROWTH = 16  # from 2 bits to float32
+# Of which our decoder reads experts in MXFP4 alone: transformers has the others.
+_MXFP4_ALONE = "gpt_oss"
 _STORED_AS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -98,7 +100,10 @@ def _weight_bytes(
     is_gguf = holds_gguf(folder)
     stored = {} if is_gguf or not any(folder.glob("*.safetensors")) else stored_tensors(folder)
     is_converted = all(each.dtype != _STORED_AS[dtype] for each in stored.values())
-    if is_gguf or why_unknown(config) is None or (stored and is_converted):
+    is_ours = why_unknown(config) is None
+    if config.model_type == _MXFP4_ALONE:
+        is_ours = any(name.endswith("_blocks") for name in stored)
+    if is_gguf or is_ours or (stored and is_converted):
         for name, weight in empty.named_parameters():
             # Experts in MXFP4 stay in it, and are unpacked in each pass.
             narrow = [stored.get(f"{name}_{part}") for part in ("blocks", "scales")]

@@ -12,12 +12,14 @@ from quantised import quantise_experts
 from safetensors.torch import load_file
 from tiny_gguf import llama_directory
 from tiny_models import DEVICE, Tiny, change_config, save_tiny_model
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.config import ConfigError, EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models import host_room
 from outrider.kernels.cpu.layers import compiled
+from outrider.kernels.model.packed_linear import has_products
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="about a CPU's memory")
 Leave = Callable[[int], None]
@@ -87,12 +89,18 @@ def test_a_gguf_file_counts_as_it_is(tmp_path: Path, leave: Leave) -> None:
     check_needs(engine_config(folder), size, leave, r"bits, a smaller model, or a GPU")
 
 
-def test_pages_of_files_that_transformers_maps_do_not_count(tiny_model: Tiny, leave: Leave) -> None:
-    """Of GPT-2 only its output layer is packed."""
-    path = tiny_model("gpt2")
+@pytest.mark.skipif(not has_products(torch.float32), reason="nothing is packed here")
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss"])
+def test_pages_of_files_that_transformers_maps_do_not_count(
+    name: str, tiny_model: Tiny, leave: Leave
+) -> None:
+    """But linear layers, which are packed; of GPT-2 the output layer alone is one."""
+    path = tiny_model(name)
     config = engine_config(path)
     model = AutoModelForCausalLM.from_pretrained(path)
-    check_needs(config, 4 * model.lm_head.weight.numel(), leave, "target needs")
+    packed = [each.weight for each in model.modules() if type(each) is nn.Linear]
+    assert name != "gpt2" or len(packed) == 1
+    check_needs(config, 4 * sum(each.numel() for each in packed), leave, "target needs")
     target = replace(config.target, dtype="bfloat16")  # not the files' own: all is copied
     size = parameter_bytes(path) // 2
     check_needs(replace(config, target=target), size, leave, "target needs")
