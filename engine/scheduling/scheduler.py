@@ -43,7 +43,8 @@ class Scheduler:
             (decoding if request.decodes else prefilling).append(request)
         startable = drafting.taking_part(startable)
         seatable = startable[: len(self._sequences.free_slots)]
-        num_seqs, of_each = len(decoding + prefilling + seatable), self._sequences.max_drawn + 1
+        # Who is left out may be preempted, and somebody else get its seat in this step.
+        num_seqs, of_each = len(running) + len(seatable), self._sequences.max_drawn + 1
         self._spare_rows = self._sequences.max_verified - num_seqs * of_each
         if seatable and not self._fits(seatable[0]):
             seatable = []  # it may wait for long, and holds up those behind it

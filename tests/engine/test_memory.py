@@ -12,13 +12,14 @@ from engines import GREEDY, engine_config, prompts, run, tokens
 from tiny_models import DEVICE, VOCAB, Tiny
 from torch import Tensor
 
-from outrider.engine.api import SamplingParams
+from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.gpu_memory import OutOfDeviceMemoryError, left_bytes
 from outrider.engine.logit_edits import RequestRows
 from outrider.engine.logit_edits.penalties import Penalties
 from outrider.engine.measuring import naming_what_to_lower
 from outrider.engine.models.groups import LayerGroup
+from outrider.engine.plan import Plan
 from outrider.engine.scoring import scorer, verifier
 from outrider.engine.state import slots
 from outrider.engine.state.batch import HostBatch
@@ -112,6 +113,44 @@ def test_seats_with_many_drafts_share_the_rows_that_are_verified(
     counts.clear()
     run(engine, asked[:1], GREEDY, predicted=answers[:1])
     assert max(counts) > 30 - 5 * 4  # alone it has what others would have been given
+
+
+def test_who_gets_the_seat_of_a_preempted_sequence_has_a_row_that_is_verified(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "MAX_VERIFIED_ROWS", 8)
+    config = engine_config(tiny_model("llama", seed=0), proposer="suffix", max_num_seqs=3)
+    params = replace(GREEDY, max_tokens=20)
+    predicted, other, left_out, waiting = prompts([5, 7, 30, 3], VOCAB)
+    (answer,) = [tokens(outputs) for outputs in run(Engine(config), [predicted], params)]
+    # So few that the other one finds no page once drafts have taken theirs.
+    cache = replace(config.cache, num_pages=17)
+    engine, counts = Engine(replace(config, cache=cache, max_model_len=56)), []
+    engine.scheduler.lag = 0
+
+    def new(name: str, prompt: list[int]) -> NewRequest:
+        return NewRequest(request_id=name, prompt_token_ids=prompt, params=params)
+
+    first = replace(new("predicted", predicted), predicted_token_ids=answer)
+    engine.submit([first, new("other", other), new("left out", left_out)])
+    engine.step()
+    engine.submit([new("waiting", waiting)])
+    drafting, schedule = engine.scheduler.drafting, engine.scheduler.schedule
+
+    def scheduled() -> Plan:
+        plan = schedule()
+        counts.append(sum(each.max_drafts + 1 for each in plan.scheduled if each.draws))
+        return plan
+
+    monkeypatch.setattr(engine.scheduler, "schedule", scheduled)
+    # A grammar that is slow is left out of most steps.
+    monkeypatch.setattr(drafting, "taking_part", lambda all_: [r for r in all_ if r != left])
+    left = engine.sequences.by_id["left out"]
+    for _ in range(6):
+        engine.step()
+    assert engine.stats().preemptions > 0
+    assert engine.sequences.by_id["waiting"].slot is not None
+    assert max(counts) <= 8
 
 
 def test_logits_are_edited_and_scored_in_pieces(
