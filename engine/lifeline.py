@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 
 def describe_exit(exit_code: int) -> str:
+    if exit_code == -signal.SIGKILL:
+        return f"killed by signal {signal.SIGKILL}, as a rule because memory has run out"
     if exit_code < 0:
         return f"killed by signal {-exit_code} ({signal.strsignal(-exit_code)})"
     return f"it left with exit code {exit_code}"

@@ -25,7 +25,6 @@ from .memory.spec import PagedSpec
 from .models.batch_invariance import alike_thread_counts
 from .models.compiled_decoder import CompiledDecoder
 from .models.groups import grouped
-from .models.host_room import check_host_room
 from .models.network import Pass, short_batches
 from .models.pair import ModelPair
 from .plan import Plan
@@ -72,8 +71,6 @@ class Worker:
         if k > MAX_DRAFTS:
             raise ConfigError(f"num_speculative_tokens is {k}; it must be at most {MAX_DRAFTS}")
         check_ranks(config, self.device)
-        if self.device.type == "cpu":
-            check_host_room(config)
         self.followers: Followers | None = None
         if config.target.tensor_parallel > 1:
             self.followers = followers = Followers(config)

@@ -50,26 +50,6 @@ def test_the_tightest_limit_counts(
     assert host_memory.available_bytes() == left_mb * MB
 
 
-def test_what_the_kernel_can_drop_or_swap_out_is_obtainable(
-    groups: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_memory, "_MACHINE", groups / "meminfo")
-    kb = MB // 1024
-    (groups / "meminfo").write_text(f"MemAvailable: {900 * kb} kB\nSwapFree: {20 * kb} kB\n")
-    assert host_memory.obtainable_bytes() == 920 * MB
-    app = groups / "pod/app"
-    limit(app, 64, 24, 4)
-    with (app / "memory.stat").open("a") as stat:
-        stat.write(f"active_file {3 * MB}\nslab_reclaimable {2 * MB}\n")
-    assert host_memory.available_bytes() == 44 * MB
-    assert host_memory.obtainable_bytes() == (44 + 3 + 2 + 20) * MB
-    (app / "memory.swap.max").write_text(f"{8 * MB}\n")
-    (app / "memory.swap.current").write_text(f"{7 * MB}\n")
-    assert host_memory.obtainable_bytes() == (44 + 3 + 2 + 1) * MB
-    monkeypatch.setattr(host_memory, "_MACHINE", groups / "none")
-    assert host_memory.obtainable_bytes() is None
-
-
 @pytest.mark.parametrize("own", [None, "9:name=systemd:/\n8:pids:/\n", "0::/\n"])
 def test_without_limits_the_machine_counts(groups: Path, own: str | None) -> None:
     (groups / "own").unlink() if own is None else (groups / "own").write_text(own)
