@@ -253,7 +253,7 @@ def test_drafts_beside_a_sequence_that_has_some_anyway_cost_rows_alone() -> None
         price.observe(4, 4 + 4 * k, k, rows_s + 0.8 * k, 0.8 * k, is_usual=False)
     adaptive = AdaptiveSpeculation(3, price=price)
     for _ in range(20):
-        adaptive.observe(4, [3] * 4, [1, 0] * 2, None, 2.4)
+        adaptive.observe(4, [3] * 4, [1, 0, 0, 0], None, 2.4)
     assert adaptive.choose(4, [OwnAcceptance()] * 4) == [0] * 4
     assert adaptive.choose(4, [OwnAcceptance()] * 3, [3]) == [1] * 3
 
