@@ -100,6 +100,8 @@ def test_a_state_goes_with_the_page_in_front_of_it() -> None:
     memory.memory.attach_prefix(one, 0, 1)
     assert memory.memory.allocate(one, 63 * PAGE)
     memory.memory.release(one)
+    hashes = SequenceMemory(TEXT[:50]).hash_pages(12, PAGE, 0)
+    assert memory.states.last_edge(hashes, 12, ()) == 0
     assert memory.compute(TEXT[:50]) == 0
 
 

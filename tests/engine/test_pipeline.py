@@ -106,13 +106,22 @@ def logprobs_of(outputs: list[RequestOutput]) -> list[Any]:
 
 @pytest.mark.parametrize("proposer", ["draft_model", "none"])
 def test_what_was_launched_for_a_preempted_sequence_is_thrown_away(
-    tiny_model: Tiny, proposer: str
+    tiny_model: Tiny, proposer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     each, lagging = engines(tiny_model, proposer=proposer, num_pages=16)
+    commit, are_void = lagging.committer.commit, list[bool]()
+
+    def recorded(plan: Plan, *times: float) -> list[RequestOutput]:
+        are_void.extend(scheduled.is_void for scheduled in plan.scheduled)
+        return commit(plan, *times)
+
+    monkeypatch.setattr(lagging.committer, "commit", recorded)
     short = prompts([9, 10, 11], VOCAB)  # with their output of 24, twice as much as there is room
     expected = [tokens(o) for o in run(each, short, GREEDY)]
     assert [tokens(o) for o in run(lagging, short, GREEDY)] == expected
     assert lagging.stats().preemptions > 0
+    # Nobody who is in flight asks for pages by plain decoding, or gives way.
+    assert any(are_void) == (proposer == "draft_model")
 
 
 @pytest.mark.parametrize("proposer", ["draft_model", "none"])
