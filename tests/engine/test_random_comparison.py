@@ -234,6 +234,8 @@ def served(engine: Engine, asked: list[NewRequest], rng: random.Random) -> dict[
             live.remove(gone)
             del outputs[gone]
         engine.check_integrity()
+    while engine.sequences.memory.awaits_pages:  # for one that has gone
+        engine.step()
     assert engine.stats().pages_used == 0
     return {name: whole(each) for name, each in outputs.items()}
 
