@@ -14,6 +14,7 @@ from pathlib import Path
 import grammars
 import psutil
 import pytest
+from ended_processes import has_ended
 from grammars import allowed, compile_grammar
 
 from outrider.engine.config import TokenTable
@@ -58,10 +59,6 @@ def becomes_true(condition: Callable[[], bool], within_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_recursion_without_end_ends_its_own_process(compiler: GrammarCompiler) -> None:
@@ -130,11 +127,11 @@ def test_the_process_that_they_are_forked_from_may_die() -> None:
     assert compiler._zygote.process is not None
     killed = compiler._zygote.process.pid
     os.kill(killed, signal.SIGKILL)
-    becomes_true(lambda: is_gone(killed))
+    becomes_true(lambda: has_ended(killed))
     for i in range(3):
         assert allowed(compile_grammar(compiler, 'start: "b"' + " " * i)) == {B}
     assert compiler._zygote.process.pid != killed
-    assert is_gone(killed)
+    assert has_ended(killed)
     bystander.follow([A])
     assert allowed(bystander) == {B}
 
@@ -178,7 +175,7 @@ def test_a_process_that_runs_only_after_all_gave_up_compiles_nothing(
     grammar.leave()
     grammar.process.begun.result(timeout=5)
     os.kill(waiting, signal.SIGCONT)
-    becomes_true(lambda: is_gone(waiting), within_s=5)  # not the ten seconds that it may take
+    becomes_true(lambda: has_ended(waiting), within_s=5)  # not the ten seconds that it may take
 
 
 def test_nothing_is_left_of_what_was_used() -> None:
@@ -223,4 +220,4 @@ time.sleep(60)
         assert len(pids) >= 4
         owner.kill()
     for pid in pids:
-        becomes_true(lambda pid=pid: is_gone(pid))  # type: ignore[misc]
+        becomes_true(lambda pid=pid: has_ended(pid))  # type: ignore[misc]

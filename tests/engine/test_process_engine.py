@@ -19,6 +19,7 @@ import psutil
 import pytest
 import uvloop
 import zmq
+from ended_processes import has_ended
 from engine_clients import ScriptedProcessEngine, collect, scripted_config, state_becomes
 from engine_clients import scripted_request as request
 
@@ -52,10 +53,6 @@ def pid(client: ScriptedProcessEngine) -> int:
 
 def children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 async def test_kill_9_ends_streams_and_the_engine_comes_back(client: ScriptedProcessEngine) -> None:
@@ -157,7 +154,7 @@ async def test_a_step_that_does_not_end_ends_the_engine(socket_root: Path) -> No
             await collect(under_way)
     await state_becomes(client, "ready")
     assert pid(client) != hung
-    assert gone(hung)
+    assert has_ended(hung)
     assert await collect(await client.generate([request("c")])) == {"c": [0, 1, 2]}
     await client.stop()
 
@@ -186,7 +183,7 @@ async def test_stop_leaves_nothing(socket_root: Path) -> None:
     await client.generate([request("a", max_tokens=10**6)])
     shared_memory = set(Path("/dev/shm").iterdir())
     await client.stop()
-    assert gone(child)
+    assert has_ended(child)
     assert set(me.children()) <= set(children)
     assert (me.num_fds(), me.num_threads()) == (open_files, threads)
     assert set(Path("/dev/shm").iterdir()) <= shared_memory
@@ -210,7 +207,7 @@ async def test_stop_kills_an_engine_that_does_not_listen(
     monkeypatch.setattr(process_engine, "_LEAVE_S", 0.05)
     await client.generate([request("a", script="hang")])
     await client.stop()
-    assert gone(pid(client))
+    assert has_ended(pid(client))
 
 
 async def test_stop_does_not_wait_for_loading() -> None:
@@ -325,10 +322,10 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        assert not gone(child)
+        assert not has_ended(child)
         parent.kill()
     deadline_s = time.monotonic() + 10
-    while not gone(child):
+    while not has_ended(child):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     assert list(tmp_path.iterdir()) == []
