@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .attention_items import list_items
+from .attention_reference import paged_attention_reference, whole_block
 from .batch_invariant_attention import Heads, random_layer
 from .prompt_attention import Variant, failed, has_warpgroups, is_for, prompt_attention
 
@@ -77,17 +78,13 @@ def _error(
     rows, scale = query[-_ROWS:], heads.head_dim**-0.5
     got = prompt_attention(rows, keys, values, items, table[None], scale, window, sinks)
 
-    in_order = (pages[table.long()].flatten(0, 1).float() for pages in (keys, values))
-    key, value = (each.repeat_interleave(group, 1) for each in in_order)  # [tokens, heads, dim]
-    logits = torch.einsum("thd,nhd->htn", rows.float(), key) * scale
-    position = torch.arange(_TOKENS, device=device)
-    behind = position[-_ROWS:, None] - position
-    is_seen = behind >= 0
-    if window is not None:
-        is_seen &= behind < window
-    logits.masked_fill_(~is_seen, float("-inf"))
-    if sinks is not None:
-        logits = torch.cat((logits, sinks.float()[:, None, None].expand(-1, _ROWS, 1)), 2)
-    weights = logits.softmax(2)[..., :_TOKENS]
-    exact = torch.einsum("htn,nhd->thd", weights, value)
+    exact = paged_attention_reference(
+        rows.float(),
+        keys.float(),
+        values.float(),
+        table,
+        whole_block(_ROWS, _TOKENS, window, group, torch.float32, device),
+        scale,
+        sinks=sinks,
+    )
     return float((got.float() - exact).norm() / exact.norm())
