@@ -15,11 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._dispatch import uses_triton
-from .rows import BatchRows
 from .state_layer import (
     StateHeads,
-    StateMemory,
     StateWeights,
     convolved_reference,
     pass_rows,
@@ -27,19 +24,6 @@ from .state_layer import (
 )
 
 _EPS = 1e-6  # of the norms of q and k
-
-
-def delta_net(
-    x: Tensor,
-    heads: StateHeads,
-    weights: StateWeights,
-    memory: StateMemory,
-    rows: BatchRows,
-    num_tokens: Tensor,
-) -> Tensor:
-    """As `pass_rows`."""
-    given = x, heads, weights, memory, rows, num_tokens
-    return pass_rows(*given, corrects=True) if uses_triton(x) else delta_net_reference(*given)
 
 
 def _pass_row(state: Tensor, window: Tensor, heads: StateHeads, weights: StateWeights) -> Tensor:
@@ -59,4 +43,5 @@ def _pass_row(state: Tensor, window: Tensor, heads: StateHeads, weights: StateWe
     return out
 
 
+delta_net = partial(pass_rows, pass_row=_pass_row, corrects=True)
 delta_net_reference = partial(pass_rows_reference, pass_row=_pass_row)

@@ -18,29 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._dispatch import uses_triton
-from .rows import BatchRows
 from .state_layer import (
     StateHeads,
-    StateMemory,
     StateWeights,
     convolved_reference,
     pass_rows,
     pass_rows_reference,
 )
-
-
-def mamba2(
-    x: Tensor,
-    heads: StateHeads,
-    weights: StateWeights,
-    memory: StateMemory,
-    rows: BatchRows,
-    num_tokens: Tensor,
-) -> Tensor:
-    """As `pass_rows`."""
-    given = x, heads, weights, memory, rows, num_tokens
-    return pass_rows(*given, corrects=False) if uses_triton(x) else mamba2_reference(*given)
 
 
 def _pass_row(state: Tensor, window: Tensor, heads: StateHeads, weights: StateWeights) -> Tensor:
@@ -59,4 +43,5 @@ def _pass_row(state: Tensor, window: Tensor, heads: StateHeads, weights: StateWe
     return out if weights.skip is None else out + weights.skip[:, None] * v
 
 
+mamba2 = partial(pass_rows, pass_row=_pass_row, corrects=False)
 mamba2_reference = partial(pass_rows_reference, pass_row=_pass_row)

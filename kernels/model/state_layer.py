@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._dispatch import INTERPRET
+from .._dispatch import INTERPRET, uses_triton
 from ..triton_or_none import tl, triton
 from .rows import BatchRows
 from .state_cells import CELL, cell_by_cell_kernel, cells_kernel
@@ -97,15 +97,18 @@ def pass_rows(
     rows: BatchRows,
     num_tokens: Tensor,
     *,
+    pass_row: PassRow,
     corrects: bool,
 ) -> Tensor:
-    """Pass the rows of a batch through their sequences' memory, by kernels: those of a delta net,
-    which corrects what S has for a key, or those of Mamba2.
+    """Pass the rows of a batch through their sequences' memory. `pass_row` is the reference for the
+    kernels, which correct what S has for a key, as a delta net does, or, as Mamba2, do not.
 
     Rows at the position `num_tokens` of their slot, or beyond, are of drafts; no more of them than
     the ring has room for. Shape: x [T, row_width], each row dense; num_tokens [num_slots] int64
         -> [T, num_value_heads, value_dim], 0 in rows of padding.
     """
+    if not uses_triton(x):
+        return pass_rows_reference(x, heads, weights, memory, rows, num_tokens, pass_row=pass_row)
     assert x.stride(1) == 1
     assert memory.state.stride(3) == memory.ring.stride(2) == 1
     out = x.new_zeros(len(x), heads.num_value_heads, heads.value_dim)

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model.attention_items import list_items
+from outrider.kernels.model.delta_net import delta_net
 from outrider.kernels.model.expert_matrix import RELU_SQUARED, SILU, Activation, ExpertMatrix, Glu
 from outrider.kernels.model.expert_tiles import ExpertTiles
 from outrider.kernels.model.experts_product import experts_product
+from outrider.kernels.model.mamba2 import mamba2
 from outrider.kernels.model.narrow_linear import narrow_linear
 from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, has_4_bits
 from outrider.kernels.model.narrow_product import narrow_product
@@ -29,7 +31,6 @@ from outrider.kernels.model.state_layer import (
     StateHeads,
     StateMemory,
     StateWeights,
-    pass_rows,
     rows_kept,
 )
 from outrider.kernels.triton_or_none import HAS_GLUON
@@ -297,7 +298,8 @@ def states(heads: StateHeads, *, corrects: bool) -> None:
     bounds = empty(num_slots + 1, dtype=torch.int64)
     rows = BatchRows(tokens, tokens, tokens, tokens, tokens, bounds)
     memory = StateMemory(state, ring, tokens)
-    pass_rows(empty(300, heads.row_width), heads, weights, memory, rows, tokens, corrects=corrects)
+    layer = delta_net if corrects else mamba2
+    layer(empty(300, heads.row_width), heads, weights, memory, rows, tokens)
 
 
 def delta_nets() -> None:
