@@ -32,6 +32,9 @@ step: the host's, and that of copies between the graphs.
 Each line decodes three times: a little before, so that nothing happens for the first time; timed;
 and for the parts. With --once it is timed alone, and the parts are left out: where a line takes
 minutes, and for a first look. How far it has come is shown on stderr every few seconds.
+
+With --kernels N each line is followed by the N kernels that take the GPU longest, per step: by the
+profiler, over a few more steps of a full batch, and over the prompts of the batch.
 """
 
 import argparse
@@ -46,6 +49,7 @@ from typing import Any
 import torch
 from set_acceptance import set_acceptance
 from step_parts import Call, wrapped
+from torch.profiler import ProfilerActivity, profile
 
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.config import (
@@ -64,6 +68,7 @@ PARTS = ("draft", "target", "verify")
 MTP = "mtp"
 PAGE_TOKENS = 16
 SEARCH_TOKENS = 64  # decoded for each k that is tried
+PROFILED_STEPS = 8
 PROGRESS_S = 5.0  # between two lines of progress
 PAUSE_CYCLES = 1_000_000  # about half a millisecond, in which a graph is launched
 
@@ -189,8 +194,24 @@ class Measured:
         self._engine.abort([str(i) for i in range(self._firsts[0], self._batch)])
         return {part: sum(spent_s[part]) / num_steps for part in PARTS}
 
-    def _start(self, first: int, new_tokens: int) -> None:
-        engine = self._engine
+    def kernels(self, new_tokens: int) -> Iterator[tuple[str, int, list[tuple[float, int, str]]]]:
+        """For the prompts, then for a few steps: how many steps, and of each kernel the
+        milliseconds and launches of all steps, the longest first.
+        """
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            num_steps = self._start(self._firsts[0], new_tokens)
+            torch.cuda.synchronize()
+        yield "prompts", num_steps, kernel_times(profiler)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(PROFILED_STEPS):
+                self._engine.step()
+            torch.cuda.synchronize()
+        yield "steps", PROFILED_STEPS, kernel_times(profiler)
+        self._engine.abort([str(i) for i in range(self._firsts[0], self._batch)])
+
+    def _start(self, first: int, new_tokens: int) -> int:
+        """Step until each sequence of a batch has a token; returns the number of steps."""
+        engine, num_steps = self._engine, 0
         for i in range(first, first + self._batch):
             generator = torch.Generator().manual_seed(i)
             prompt = torch.randint(
@@ -204,10 +225,12 @@ class Measured:
                 num_speculative_tokens=self._k,
             )
             engine.submit([NewRequest(request_id=str(i), prompt_token_ids=prompt, params=params)])
-        num_before = engine.stats().generation_tokens
-        while engine.stats().generation_tokens < num_before + self._batch:
-            engine.step()
+        started: set[str] = set()
+        while len(started) < self._batch:  # the first have more than one token by then
+            started |= {output.request_id for output in engine.step() if output.token_ids}
             self._show()
+            num_steps += 1
+        return num_steps
 
     def _step_while_full(self) -> int:
         """Step until the first sequence of the batch ends; returns the number of steps."""
@@ -267,6 +290,14 @@ def graph_times(engine: Engine) -> Iterator[dict[str, list[float]]]:
             spent_s[part] = [before.elapsed_time(after) / 1e3 for before, after in pairs]
 
 
+def kernel_times(profiler: profile) -> list[tuple[float, int, str]]:
+    found = [
+        (event.self_device_time_total / 1e3, event.count, event.key)
+        for event in profiler.key_averages()
+    ]
+    return sorted((each for each in found if each[0]), reverse=True)
+
+
 def bytes_read(engine: Engine, k: int) -> int:
     """Bytes of weights that the target's pass reads, and k drafts after it."""
     pair = engine.worker.pair
@@ -284,6 +315,16 @@ def bytes_read(engine: Engine, k: int) -> int:
     chain = head.chain
     each = chain.output.weight.num_bytes if isinstance(chain, MarkovHead) else 0  # for a draft
     return num_bytes + drafting + k * each
+
+
+def show_kernels(measured: Measured, args: argparse.Namespace) -> None:
+    for what, num_steps, times in measured.kernels(args.new_tokens):
+        all_ms = sum(ms for ms, _, _ in times)
+        print(f"      {what}: {num_steps}, of {all_ms / num_steps:.3f} ms of the GPU each")
+        for ms, count, name in times[: args.kernels]:
+            share = f"{ms / num_steps:8.3f} ms  {ms / all_ms:5.1%}"
+            each = f"{count / num_steps:7.1f} x {1e3 * ms / count:8.1f} us"
+            print(f"      {share}  {each}  {name[:100]}", flush=True)
 
 
 def main() -> None:
@@ -307,6 +348,7 @@ def main() -> None:
     parser.add_argument("--tb-per-s", type=float, default=4.3, help="of the floor: a copy's rate")
     parser.add_argument("--device", default="cuda", help="cpu: to try a command with tiny shapes")
     parser.add_argument("--once", action="store_true", help="decode each line once, without parts")
+    parser.add_argument("--kernels", type=int, default=0, help="show so many of each line")
     parser.add_argument("--batch-invariant", action="store_true", help="engine.batch_invariant")
     args = parser.parse_args()
 
@@ -352,6 +394,8 @@ def main() -> None:
                     f"  |  {idle}",
                     flush=True,
                 )
+                if args.kernels:
+                    show_kernels(measure[k], args)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Models of published shapes with random weights, each made within seconds.
 
-    python benchmarks/published_shapes.py SHAPE FOLDER [--fp8] [--tiny]
+    python benchmarks/published_shapes.py SHAPE FOLDER [--fp8] [--tiny] [--layers N]
 
 SHAPE is one of SHAPES below. With --fp8 the linear layers are in FP8 with a scale for each block
 of 128 x 128, as Qwen publishes them. With --tiny all is narrow, so that the way to a table can be
-tried on a CPU. FOLDER gets the target; FOLDER/eagle3 or FOLDER/mtp its head, if there is one.
+tried on a CPU; with --layers the target has fewer, for a look at a layer's kernels. FOLDER gets the
+target; FOLDER/eagle3 or FOLDER/mtp its head, if there is one.
 
 A file of torch.save keeps one block of random numbers, and every weight is a part of it that
 begins elsewhere: 2 GB for 141. On a GPU each weight is a tensor of its own, as with real ones. An
@@ -131,7 +132,9 @@ _NO_HEAD = ("llama-3.1-70b", "llama-3.2-1b")
 _EAGLE_VOCAB = 32000
 
 
-def config_of(shape: str, *, fp8: bool = False, tiny: bool = False) -> dict[str, Any]:
+def config_of(
+    shape: str, *, fp8: bool = False, tiny: bool = False, layers: int | None = None
+) -> dict[str, Any]:
     """What config.json says. Raises ValueError if the shape is not published in FP8."""
     config = dict(SHAPES[shape])
     if fp8:
@@ -140,6 +143,8 @@ def config_of(shape: str, *, fp8: bool = False, tiny: bool = False) -> dict[str,
         config["quantization_config"] = _FP8
     if tiny:
         config |= {key: value for key, value in _TINY.items() if key in config}
+    if layers:
+        config["num_hidden_layers"] = layers
     return config
 
 
@@ -334,10 +339,9 @@ def eagle3_config(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def save(shape: str, folder: Path, *, fp8: bool = False, tiny: bool = False) -> None:
+def save(shape: str, folder: Path, config: dict[str, Any]) -> None:
     """Write the target, and its head in a folder below."""
     numbers = Numbers()
-    config = config_of(shape, fp8=fp8, tiny=tiny)
     target = Checkpoint(config, numbers)
     target.model()
     _save(folder, config)
@@ -369,9 +373,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--fp8", action="store_true", help="linear layers in FP8, in blocks")
     parser.add_argument("--tiny", action="store_true", help="narrow, to try it on a CPU")
+    parser.add_argument("--layers", type=int, help="of the target")
     args = parser.parse_args()
     start_s = time.monotonic()
-    save(args.shape, args.folder, fp8=args.fp8, tiny=args.tiny)
+    config = config_of(args.shape, fp8=args.fp8, tiny=args.tiny, layers=args.layers)
+    save(args.shape, args.folder, config)
     num_bytes = sum(path.stat().st_size for path in args.folder.rglob("*") if path.is_file())
     print(f"{args.shape}: {num_bytes / 1e9:.2f} GB in {time.monotonic() - start_s:.1f} s")
 

@@ -77,7 +77,7 @@ def test_a_shape_has_as_many_weights_as_was_published(
 def test_a_narrow_one_answers_with_its_head(
     shape: str, fp8: bool, published: Any, tmp_path: Path
 ) -> None:
-    published.save(shape, tmp_path, fp8=fp8, tiny=True)
+    published.save(shape, tmp_path, published.config_of(shape, fp8=fp8, tiny=True))
     head = next((path for path in tmp_path.iterdir() if path.is_dir()), None)
     config = engine_config(tmp_path, head or tmp_path, k=2, max_num_seqs=2)
     assert config.draft is not None
