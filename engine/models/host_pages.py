@@ -118,9 +118,14 @@ class PinnedHostPages(HostPages):
         self._saved = [torch.cuda.Event(), torch.cuda.Event()]  # of the first two buffers
         self._loaded = torch.cuda.Event()
         self._turn = 0
+        # Of the host: (group, page) that a copy may not have reached yet.
+        self._on_their_way: set[tuple[int, int]] = set()
 
     def save(self, group: int, pages: Sequence[int], host_pages: Sequence[int]) -> None:
         steps = torch.cuda.current_stream(self._device)
+        if self._saving.query():  # nothing is on its way
+            self._on_their_way.clear()
+        self._on_their_way.update((group, page) for page in host_pages)
         for ids, host_ids in self._chunks(group, pages, host_pages):
             rows, saved = self._rows(group, self._turn, len(ids)), self._saved[self._turn]
             steps.wait_event(saved)  # the buffer is empty again
@@ -135,7 +140,9 @@ class PinnedHostPages(HostPages):
 
     def load(self, group: int, host_pages: Sequence[int], pages: Sequence[int]) -> None:
         self._loading.wait_stream(torch.cuda.current_stream(self._device))
-        self._loading.wait_stream(self._saving)
+        # Otherwise copies in both directions run side by side.
+        if not self._on_their_way.isdisjoint((group, page) for page in host_pages):
+            self._loading.wait_stream(self._saving)
         with torch.cuda.stream(self._loading):
             for ids, host_ids in self._chunks(group, pages, host_pages):
                 rows = self._rows(group, 2, len(ids))
