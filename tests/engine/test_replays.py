@@ -80,6 +80,7 @@ def test_requests_that_come_at_any_time_get_their_own_tokens(
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("only_in_capture", [False, True])
+@torch.inference_mode()
 def test_a_capture_without_memory_leaves_a_gpu_on_which_others_go_on(
     only_in_capture: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
