@@ -21,8 +21,11 @@ def converts_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+@functools.cache
 def shared_bytes(device: torch.device) -> int:
     """The most shared memory that a program can take: 227 KB on an H200, 99 KB on an RTX 4090."""
+    # Kept, since every launch of a product asks: the driver takes up to a millisecond to list a
+    # GPU's properties, and longer if several processes ask at once.
     if device.type != "cuda":
         return 1 << 20
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -6,12 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from verification import DEVICE
 
+from outrider.kernels._dispatch import num_stages_of, shared_bytes
 from outrider.kernels.compiling import (
     CompileMode,
     compile_together,
@@ -146,3 +148,24 @@ def test_a_cache_that_cannot_be_locked_keeps_nobody_from_compiling(tmp_path: Pat
     (tmp_path / "file").touch()
     with compiling_alone(tmp_path / "file"):
         pass
+
+
+def test_a_gpu_is_asked_for_its_properties_once_not_at_every_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def properties(index: int) -> dict[str, int]:
+        asked.append(index)
+        return {"max_shared_mem": 1000}
+
+    utils = SimpleNamespace(get_device_properties=properties)
+    driver = SimpleNamespace(active=SimpleNamespace(utils=utils))
+    runtime = SimpleNamespace(runtime=SimpleNamespace(driver=driver))
+    monkeypatch.setattr("outrider.kernels._dispatch.triton", runtime)
+    nobody = torch.device("cuda", 63)
+    try:
+        assert [num_stages_of(6, 300, nobody) for _ in range(3)] == [3, 3, 3]
+    finally:
+        shared_bytes.cache_clear()
+    assert asked == [63]
