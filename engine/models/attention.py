@@ -278,9 +278,12 @@ class PagedAttention:
         rope: Rope,
         head_norms: tuple[Norm, Norm] | None,
         batch: ForwardBatch,
+        *,
+        gated: bool = False,
     ) -> Tensor:
         """Store keys and values in the pages; returns the rotated queries, if the rows have any.
 
+        `gated`: behind each query head lies its gate.
         Shape: qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads, head_dim]
         """
         q_norm, k_norm = head_norms or (None, None)
@@ -294,6 +297,7 @@ class PagedAttention:
             k_norm,
             self.k_scale,
             self.v_scale,
+            gated=gated,
         )
 
     def __call__(self, query: Tensor, batch: ForwardBatch) -> Tensor:

@@ -53,6 +53,8 @@ def rope_and_store(
     k_norm: Norm | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    *,
+    gated: bool = False,
 ) -> Tensor:
     """Store the rotated keys and the values in the pages; returns the rotated queries.
 
@@ -61,6 +63,8 @@ def rope_and_store(
     qkv
         Query heads, then key heads, then value heads of each row; may be overwritten.
         Shape: [T, (num_heads + 2 * num_kv_heads) * head_dim], dense.
+    gated
+        Behind each query head of qkv lies its gate, which stays as it is.
     cos, sin
         Of the dimensions that are rotated, the first of each head. Shape: [T, rotary_dim].
     k_cache, v_cache
@@ -72,7 +76,7 @@ def rope_and_store(
     q_norm, k_norm
         RMSNorm of each head; both or neither. Weights: [head_dim].
 
-    Returns: [T, num_heads, head_dim], any row stride.
+    Returns: [T, num_heads, head_dim], any row and head stride.
     """
     num_kv_heads, head_dim = k_cache.shape[2:]
     assert qkv.is_contiguous()
@@ -82,7 +86,7 @@ def rope_and_store(
     if not uses_triton(qkv):
         return rope_and_store_reference(
             qkv, cos, sin, k_cache, v_cache, places, num_heads, q_norm, k_norm, k_scale,
-            v_scale,
+            v_scale, gated=gated,
         )  # fmt: skip
     num_rows = len(qkv)
     all_heads = num_heads + 2 * num_kv_heads
@@ -107,10 +111,12 @@ def rope_and_store(
         ROTARY_HALF=cos.shape[-1] // 2,
         HEADS=_HEADS_PER_PROGRAM,
         IN_FP8=k_cache.dtype == torch.float8_e4m3fn,
+        GATED=gated,
         num_warps=4,
         **dependent_launch(qkv.device),
     )
-    return qkv[:, : num_heads * head_dim].view(num_rows, num_heads, head_dim)
+    width = 2 * head_dim if gated else head_dim
+    return qkv[:, : num_heads * width].view(num_rows, num_heads, width)[..., :head_dim]
 
 
 def rope_and_store_reference(
@@ -125,9 +131,13 @@ def rope_and_store_reference(
     k_norm: Norm | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    *,
+    gated: bool = False,
 ) -> Tensor:
     num_kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.view(len(qkv), -1, head_dim)
+    if gated:
+        heads = torch.cat((heads[:, : 2 * num_heads : 2], heads[:, 2 * num_heads :]), 1)
     if q_norm is not None and k_norm is not None:
         heads[:, :num_heads] = rms_norm_reference(heads[:, :num_heads], q_norm)
         keys = heads[:, num_heads : num_heads + num_kv_heads]
@@ -177,7 +187,7 @@ def _rotary_table_kernel(
 
 @triton.jit
 def _rope_and_store_kernel(
-    qkv_ptr,  # [T, NUM_HEADS + 2 * NUM_KV_HEADS, 2 * HALF]
+    qkv_ptr,  # [T, NUM_HEADS + 2 * NUM_KV_HEADS, 2 * HALF]; GATED: twice as many of queries
     cos_ptr,  # [T, 2 * ROTARY_HALF]
     sin_ptr,  # [T, 2 * ROTARY_HALF]
     k_ptr,  # [num_pages * page_size, NUM_KV_HEADS, 2 * HALF]
@@ -197,6 +207,7 @@ def _rope_and_store_kernel(
     ROTARY_HALF: tl.constexpr,
     HEADS: tl.constexpr,
     IN_FP8: tl.constexpr,
+    GATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Each program: HEADS heads of one row: queries, keys and values alike."""
@@ -228,7 +239,10 @@ def _rope_and_store_kernel(
     place = tl.load(places_ptr + row).to(tl.int64)
     wait_for_inputs(DEPENDENT)
 
-    at = qkv_ptr + row * (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF + head * 2 * HALF
+    num_gates = NUM_HEADS if GATED else 0
+    place_of_head = head + tl.minimum(head, num_gates)
+    at = qkv_ptr + row * (NUM_HEADS + num_gates + 2 * NUM_KV_HEADS) * 2 * HALF
+    at += place_of_head * 2 * HALF
     raw_a = tl.load(at + at_a, mask=given, other=0.0)
     raw_b = tl.load(at + at_b, mask=given, other=0.0)
     a, b = raw_a.to(tl.float32), raw_b.to(tl.float32)

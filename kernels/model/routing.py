@@ -12,7 +12,6 @@ Padding rows, behind all others, have no experts.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .._dispatch import uses_triton
@@ -20,6 +19,7 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import tl, triton
 from . import expert_tiles
 from .expert_tiles import ExpertTiles, empty_tiles, list_pairs, tiles_of
+from .sigmoid_gate import sigmoid_reference
 
 _FLOOR = -3.0e38  # stands for logits of -inf and NaN, so that choices stay distinct
 _LEAST = tl.constexpr(_FLOOR)
@@ -118,7 +118,7 @@ def choose_reference(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     order = scores.argsort(dim=1, descending=True, stable=True)[:, : router.top_k]
     sane = _sane(logits)
     if router.sigmoid:
-        weights = _sigmoid(sane).gather(1, order)
+        weights = sigmoid_reference(sane).gather(1, order)
         if not router.over_all:
             weights /= weights.sum(1, keepdim=True) + _TINY.value
     elif router.over_all:
@@ -133,7 +133,7 @@ def scores_reference(logits: Tensor, router: Router) -> Tensor:
     sane = _sane(logits)
     if not router.sigmoid:
         return sane
-    scores = _sigmoid(sane)
+    scores = sigmoid_reference(sane)
     if router.bias is not None:
         scores = scores + router.bias
     if router.top_groups == router.num_groups:
@@ -147,11 +147,6 @@ def scores_reference(logits: Tensor, router: Router) -> Tensor:
 
 def _sane(logits: Tensor) -> Tensor:
     return logits.float().nan_to_num(_FLOOR, posinf=torch.inf, neginf=_FLOOR)
-
-
-def _sigmoid(logits: Tensor) -> Tensor:
-    # Row by row, so that torch rounds one alike wherever it lies.
-    return F.pad(logits, (0, 1))[:, :-1].sigmoid()
 
 
 def routing_of(

@@ -26,6 +26,7 @@ from outrider.kernels.model.routing import Routing
 from outrider.kernels.model.row_codes import round_rows
 from outrider.kernels.model.rows import BatchRows
 from outrider.kernels.model.scaled_linear import scaled_linear
+from outrider.kernels.model.sigmoid_gate import gate_heads, gate_rows
 from outrider.kernels.model.split_product import PeerParts, add_parts
 from outrider.kernels.model.state_layer import (
     StateHeads,
@@ -324,6 +325,20 @@ def norms(width: int) -> None:
     rms_norm(empty(9, width), Norm(empty(width), 1e-5))
 
 
+def gates() -> None:
+    gate_heads(empty(9, 16, 256), empty(9, 16, 512).chunk(2, 2)[1])
+    gate_rows(empty(9, 512), empty(9, 2048), empty(2048))
+
+
+def test_gates_are_loaded_several_at_a_time() -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        gates()
+    for kernel in kernels:
+        loads = re.findall(r"ld\.global\S*", kernel.asm["ptx"])
+        assert loads
+        assert all(re.search(r"\.v[24]\.b32", load) for load in loads)
+
+
 GPUS = [
     pytest.param(getattr(machine_code, name), id=name)
     for name in ("A100", "RTX_3090", "RTX_4090", "H100", "B200", "RTX_5090")
@@ -342,6 +357,7 @@ GPUS = [
         (attention, [(1, 4, False), (2, 300, True)]),
         (experts, [(None, 16), ("fp4", 128)]),
         (norms, [(5000,)]),
+        (gates, [()]),
         (delta_nets, [()]),
         (mamba2s, [()]),
     ],

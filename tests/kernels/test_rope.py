@@ -1,5 +1,7 @@
 """Norms, RoPE and the write to the pages in one launch, against plain torch."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from random_tensors import normals
@@ -56,3 +58,24 @@ def test_table_is_that_of_the_angles(dtype: torch.dtype) -> None:
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(cos, (1.5 * angles.cos()).to(dtype), rtol=0, atol=tolerance)
     torch.testing.assert_close(sin, (1.5 * angles.sin()).to(dtype), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("function", [rope_and_store, rope_and_store_reference])
+def test_gates_between_the_queries_are_passed_over(function: Callable[..., torch.Tensor]) -> None:
+    randn, num_heads, num_kv_heads, head_dim = normals(0), 9, 3, 40
+    query, gate = randn(5, num_heads, head_dim), randn(5, num_heads, head_dim)
+    kv, cos, sin = randn(5, 2 * num_kv_heads * head_dim), randn(5, 20), randn(5, 20)
+    norms = [Norm(randn(head_dim), 1e-6) for _ in range(2)]
+    places = torch.tensor([9, 3, 17, 4, 22], device=DEVICE)
+    results = []
+    for heads in (query, torch.stack((query, gate), 2)):
+        qkv = torch.cat((heads.flatten(1), kv), 1)
+        pages = [torch.zeros(6, 4, num_kv_heads, head_dim, device=DEVICE) for _ in range(2)]
+        gated = heads is not query
+        rotated = function(qkv, cos, sin, *pages, places, num_heads, *norms, gated=gated)
+        results.append((rotated, *pages))
+        if gated:
+            queries = qkv[:, : heads[0].numel()].view_as(heads)
+            assert torch.equal(queries[:, :, 1], gate)
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(got, expected)

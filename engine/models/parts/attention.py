@@ -3,12 +3,12 @@
 import math
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.sigmoid_gate import gate_heads
 
 from ..attention import ForwardBatch, PagedAttention, Rope
 from ..checkpoint import AnyCheckpoint
@@ -26,7 +26,7 @@ class Attention(Part):
     """o_proj(attention(rope(q), rope(k), v)), q, k, v = qkv(norm(x)).
 
     If it is gated, each query head is followed by its gate, and attention is multiplied by
-    sigmoid(gate).
+    sigmoid(gate). Then it has no wide norms.
     """
 
     qkv: Linear  # query heads, then key heads, then value heads
@@ -126,20 +126,21 @@ class Attention(Part):
             batch.items(self.attention)
             batch.places(self.attention)
         qkv = self.qkv.of_normed(x, normed, self.norm)
-        attend, gate = self.attention, None
-        if self.gated:
-            qkv, gate = self._without_gates(qkv)
+        attend = self.attention
         if self.wide_norms is not None:
+            assert not self.gated
             num_q, num_kv = (n * attend.head_dim for n in (attend.num_heads, attend.num_kv_heads))
             query, key, _ = qkv.split([num_q, num_kv, num_kv], 1)
             q_norm, k_norm = self.wide_norms
             self._norm_wide(query, q_norm, 1)
             self._norm_wide(key, k_norm, self.kv_copies)
-        query = attend.store(qkv, attend.num_heads, self.rope, self.head_norms, batch)
-        attended = attend(query, batch).flatten(1)
-        if gate is not None:
-            attended = attended * gate.sigmoid()
-        return self.add(x, self.output, attended, next_norm)
+        query = attend.store(
+            qkv, attend.num_heads, self.rope, self.head_norms, batch, gated=self.gated
+        )
+        attended = attend(query, batch)
+        if self.gated:
+            gate_heads(attended, self._gates(qkv))
+        return self.add(x, self.output, attended.flatten(1), next_norm)
 
     def _norm_wide(self, part: Tensor, norm: Norm, copies: int) -> None:
         """Normalise a row's heads together, with those of other ranks. Shape: [T, own heads]"""
@@ -159,12 +160,11 @@ class Attention(Part):
         )
         return replace(self, wide_norms=(query, key), ranks=ranks)
 
-    def _without_gates(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Query, key and value heads, and the gates by themselves."""
+    def _gates(self, qkv: Tensor) -> Tensor:
+        """Shape: -> [T, num_heads, head_dim]"""
         num_heads, head_dim = self.attention.num_heads, self.attention.head_dim
-        query, kv = qkv.tensor_split([2 * num_heads * head_dim], 1)
-        query, gate = query.unflatten(1, (num_heads, 2, head_dim)).unbind(2)
-        return torch.cat((query.flatten(1), kv), 1), gate.flatten(1)
+        queries = qkv[:, : 2 * num_heads * head_dim].view(len(qkv), num_heads, 2 * head_dim)
+        return queries[..., head_dim:]
 
     def compiled(self) -> Compiled | None:
         layer, norm = self.attention, self.norm

@@ -28,6 +28,7 @@ from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, stack
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.routing import Router, Routing, route, routing_of, scores_reference
 from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.sigmoid_gate import gate_rows
 
 from ..admission import UnsupportedModelError
 from ..attention import ForwardBatch
@@ -205,23 +206,33 @@ def read_experts(
     return Layer(weights, None, axis)
 
 
+def _read_gate(tensors: AnyCheckpoint, name: str, width: int) -> Tensor:
+    """The weights of a layer with one output, in any format, as a plain vector: [width].
+
+    Raises as AnyCheckpoint.linear does.
+    """
+    weight = tensors.weight(width, {name: 1}, rounds_inputs=False).dequantised()
+    tensors.tensors[f"{name}.weight"] = weight
+    return weight[0]
+
+
 @dataclass(slots=True)
 class ExpertMLP(Part):
     """The sum over a row's experts of weight * down(activation(first(x))); see
     `kernels/model/experts`.
 
     A shared expert, which all rows have, is added to that: an MLP with the same activation, times
-    the sigmoid of the router's last output if it is gated. Padding rows have no experts of their
-    own. Experts may compute in a smaller space, between two linear layers that all of them share.
+    sigmoid(shared_gate . x) if it is gated. Padding rows have no experts of their own. Experts may
+    compute in a smaller space, between two linear layers that all of them share.
     """
 
-    router_layer: Linear  # an output for each expert, and one for the shared expert's gate
+    router_layer: Linear  # an output for each expert
     first: Layer[ExpertWeights]  # the gate's outputs, then those of `up`; or of `up` alone
     down: Layer[ExpertWeights]
     activation: Activation
     router: Router
     shared: GatedMLP | PlainMLP | None = None
-    is_gated: bool = False  # whether the shared expert is
+    shared_gate: Tensor | None = None  # [hidden]; None: it is not gated
     to_latent: Linear | None = None  # both, or none
     from_latent: Linear | None = None
     choice: Routing | None = None  # of all rows, if it is made already
@@ -256,10 +267,7 @@ class ExpertMLP(Part):
         read = partial(
             read_experts, tensors, f"{name}.experts", num_experts=num_experts, top_k=router.top_k
         )
-        outputs = {f"{name}.{gate}": num_experts}
-        if shared_gate is not None:
-            outputs[f"{name}.{shared_gate}"] = 1
-        layer = tensors.linear(width, outputs)
+        layer = tensors.linear(width, {f"{name}.{gate}": num_experts})
         if exact:
             if not isinstance(layer.weight, Dense):
                 raise UnsupportedModelError(f"its router is in {layer.weight.format}")
@@ -281,7 +289,9 @@ class ExpertMLP(Part):
             router=router,
             chooser=f"{name}.{gate}",
             shared=shared,
-            is_gated=shared_gate is not None,
+            shared_gate=None
+            if shared_gate is None
+            else _read_gate(tensors, f"{name}.{shared_gate}", width),
             to_latent=to_latent,
             from_latent=from_latent,
         )
@@ -294,7 +304,7 @@ class ExpertMLP(Part):
         assert isinstance(normed, Tensor)
         logits = self.router_layer(normed)
         num_rows = batch.rows.cu_seqlens_q[-1:]
-        routing = self.choice or route(self._of_experts(logits), self.router, num_rows)
+        routing = self.choice or route(logits, self.router, num_rows)
         if self.factor != 1:
             routing = routing._replace(weights=routing.weights * self.factor)
         first, down = self.first, self.down
@@ -302,8 +312,8 @@ class ExpertMLP(Part):
         inner = first.weight.activations(given, routing, first.bias, self.activation)
         if self.shared is not None:
             shared = self.shared.activations(normed)
-            if self.is_gated:
-                shared *= logits[:, -1:].sigmoid()
+            if self.shared_gate is not None:
+                gate_rows(shared, normed, self.shared_gate)
             self.shared.add(x, self.shared.down, shared, None)
         if self.from_latent is None:
             return down.weight.add_to(x, inner, routing, down.bias, next_norm)
@@ -311,13 +321,10 @@ class ExpertMLP(Part):
         down.weight.add_to(total, inner, routing, down.bias, None)
         return self.from_latent.add_to(x, total, norm=next_norm)
 
-    def _of_experts(self, logits: Tensor) -> Tensor:
-        return logits[:, :-1] if self.is_gated else logits
-
     def chooses(self, *chosen: Tensor) -> bool:
         """The same experts as that module, except between those that are equally good to it."""
         normed, logits, weights, ids = _in_order(*chosen)
-        ours = self._of_experts(self.router_layer(normed))
+        ours = self.router_layer(normed)
         eps, theirs = torch.finfo(ours.dtype).eps, logits.float()
         routing = route(logits, self.router)  # before a verdict: compiling launches both
         if not (ours.float() - theirs).norm() <= 8 * eps * theirs.norm():

@@ -1,0 +1,115 @@
+"""Gates of attention and of shared experts: y * sigmoid(gate), in place.
+
+The gate and its sigmoid are rounded to the dtype of y, as transformers rounds them.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._dispatch import uses_triton
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
+from ..triton_or_none import tl, triton
+from .rms_norm import block_of_row
+
+_AT_ONCE = 2048  # numbers of a program
+
+
+def gate_heads(y: Tensor, gate: Tensor) -> None:
+    """y *= sigmoid(gate). Shape: y [T, heads, dim], gate as y; the numbers of a head are dense."""
+    num_rows, num_heads, dim = y.shape
+    if not uses_triton(y):
+        y.mul_(gate.sigmoid())
+        return
+    assert y.is_contiguous()
+    assert gate.stride(2) == 1
+    block = triton.next_power_of_2(dim)
+    heads = max(1, _AT_ONCE // block)
+    _gate_heads_kernel[(num_rows, triton.cdiv(num_heads, heads))](
+        y, gate, num_heads, *gate.stride()[:2], DIM=dim, HEADS=heads, BLOCK=block,
+        **dependent_launch(y.device),
+    )  # fmt: skip
+
+
+def gate_rows(y: Tensor, x: Tensor, weight: Tensor) -> None:
+    """y *= sigmoid(x . weight), one gate for each row.
+
+    Its bits depend on the row alone: a library's product of one output is summed in another order
+    for other numbers of rows. Shape: y [T, N], x [T, K], rows dense, weight [K]
+    """
+    if not uses_triton(y):
+        gate = (x.float() * weight.float()).sum(1, keepdim=True).to(y.dtype)
+        y.mul_(sigmoid_reference(gate))
+        return
+    assert y.stride(1) == x.stride(1) == weight.stride(0) == 1
+    (num_rows, width), num_in = y.shape, x.shape[1]
+    _gate_rows_kernel[(num_rows,)](
+        y, x, weight, y.stride(0), x.stride(0), WIDTH=width, NUM_IN=num_in,
+        BLOCK_N=min(_AT_ONCE, triton.next_power_of_2(width)), **block_of_row(num_in),
+        **dependent_launch(y.device),
+    )  # fmt: skip
+
+
+def sigmoid_reference(x: Tensor) -> Tensor:
+    """Row by row, so that torch rounds one alike wherever it lies. Shape: [T, N] -> [T, N]."""
+    return F.pad(x, (0, 1))[:, :-1].sigmoid()
+
+
+@triton.jit
+def _sigmoid(x, dtype: tl.constexpr):
+    """Rounded to a dtype."""
+    return (1.0 / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _gate_heads_kernel(
+    y_ptr,  # [T, num_heads, DIM]
+    gate_ptr,  # as y
+    num_heads,
+    row_stride,
+    head_stride,
+    DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Each program: HEADS heads of one row."""
+    start_next_kernel(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, BLOCK)[None, :]
+    mask = (head < num_heads) & (d < DIM)
+    gate = tl.load(gate_ptr + row * row_stride + head * head_stride + d, mask=mask, other=0.0)
+    at = y_ptr + (row * num_heads + head) * DIM + d
+    y = tl.load(at, mask=mask, other=0.0)
+    y = y.to(tl.float32) * _sigmoid(gate.to(tl.float32), y.dtype)
+    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_rows_kernel(
+    y_ptr,  # [T, WIDTH]
+    x_ptr,  # [T, NUM_IN]
+    weight_ptr,  # [NUM_IN]
+    y_stride,
+    x_stride,
+    WIDTH: tl.constexpr,
+    NUM_IN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Each program: one row."""
+    start_next_kernel(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    dtype = y_ptr.dtype.element_ty
+    k = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
+    wait_for_inputs(DEPENDENT)
+    x = tl.load(x_ptr + row * x_stride + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
+    gate = _sigmoid(tl.sum(x * weight, 0).to(dtype).to(tl.float32), dtype)
+    for start in range(0, WIDTH, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        at = y_ptr + row * y_stride + n
+        y = tl.load(at, mask=n < WIDTH, other=0.0).to(tl.float32) * gate
+        tl.store(at, y.to(dtype), mask=n < WIDTH)
