@@ -18,8 +18,6 @@ and vLLM takes s too for later GLMs, where the other way cost acceptance (its pu
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
@@ -47,11 +45,14 @@ class MtpHead(AutoregressiveHead):
         return taps.flatten(1)
 
     def __call__(self, f: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:
-        e = F.embedding(next_ids, self.embedding)
+        both = f.new_empty(len(f), 2 * self.hidden_size)
+        halves = both.chunk(2, -1)
+        e, h = halves if self._names.embedding_first else halves[::-1]
+        rms_norm(self.embedding, self.embedding_norm, next_ids, out=e)
         if self._names.leaves_out_first:
             e *= (batch.rows.positions > 0)[:, None]
-        e, h = rms_norm(e, self.embedding_norm), rms_norm(f, self.hidden_norm)
-        x = self.fc(torch.cat((e, h) if self._names.embedding_first else (h, e), -1))
+        rms_norm(f, self.hidden_norm, out=h)
+        x = self.fc(both)
         self.through_blocks(x, None, batch)
         return rms_norm(x, self.norm)
 
