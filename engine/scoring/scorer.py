@@ -23,14 +23,13 @@ class Scorer:
         """
         num_prompt = max(0, min(MAX_PROMPT_LOGITS, num_rows - num_logits))
         scored = self._target.rehearse(num_rows, num_prompt + num_logits)
-        logits = scored.logits
-        if num_prompt:
-            rows = logits[:num_prompt, : self._vocab_size]
-            token_ids = torch.zeros(num_prompt, dtype=torch.int64, device=logits.device)
-            num_top = min(MAX_LOGPROBS, self._vocab_size)
-            for part in (rows[:1], rows[1:]):  # the second may not start at 16 bytes
-                gather(part, token_ids[: len(part)], num_top)
-        return scored._replace(logits=logits[:num_logits])
+        # Two at least: where verification may read all rows, few of a step still score its prompt.
+        rows = scored.logits[: max(2, num_prompt), : self._vocab_size]
+        token_ids = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+        num_top = min(MAX_LOGPROBS, self._vocab_size)
+        for part in (rows[:1], rows[1:]):  # the second may not start at 16 bytes
+            gather(part, token_ids[: len(part)], num_top)
+        return scored._replace(logits=scored.logits[:num_logits])
 
     def score(self, plan: Plan) -> Pass:
         """A pass with logits of the last k_i + 1 rows of each drawing sequence: [sum(k_i + 1), V].

@@ -156,7 +156,7 @@ def routing_of(
     return Routing(ids, weights, tiles_of(ids, num_experts), rows)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+@triton.jit(do_not_specialize=["rows_ptr", "num_rows", "num_tiles"])
 def _route_kernel(
     ids_ptr,  # [num_rows, TOP_K]
     weights_ptr,  # [num_rows, TOP_K]
@@ -164,7 +164,7 @@ def _route_kernel(
     pairs_ptr,  # [num_tiles, SIZE], or None
     logits_ptr,  # [num_rows, NUM_EXPERTS]
     bias_ptr,  # [NUM_EXPERTS], or None
-    rows_ptr,  # [1], or None
+    rows_ptr,  # [1], the end of a longer tensor and so at any address; or None
     weight_scale,
     num_rows,
     logits_stride,
