@@ -18,6 +18,7 @@ q and k enter products as they were convolved, which is exact; their norms, whic
 have, are factors. What is float32 enters as the sum of two bfloat16.
 """
 
+from ..dependent_launch import start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .state_rows import rows_of, sequence_of
 
@@ -82,12 +83,15 @@ def cells_kernel(
     BLOCK_K: tl.constexpr,
     EXTRA: tl.constexpr,
     DTYPE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Each program: what a head's rows of a cell take from each other.
 
     Writes T b; the factors of U in `out`; then, of each row, the factors of S^T k, of S^T q, and
     of U in S; and e^(G_last). In Mamba2, in place of the factors of S^T k, b; and no T b.
     """
+    start_next_kernel(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     NUM_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * NUM_KEYS + VALUE_HEADS * VALUE_DIM
     FACTORS: tl.constexpr = 2 * (KEY_HEADS + VALUE_HEADS)
@@ -166,12 +170,15 @@ def cell_by_cell_kernel(
     EXTRA: tl.constexpr,
     DTYPE: tl.constexpr,
     SPLIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Each program: BLOCK_V columns of a head's state, through all rows of one sequence.
 
     Everything lies transposed, columns of S first: then what one product gives is in those
     registers from which the next takes it.
     """
+    start_next_kernel(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     NUM_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * NUM_KEYS + VALUE_HEADS * VALUE_DIM
     head, seq = tl.program_id(1), tl.program_id(2)

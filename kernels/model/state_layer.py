@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._dispatch import INTERPRET, uses_triton
+from ..dependent_launch import dependent_launch
 from ..triton_or_none import tl, triton
 from .rows import BatchRows
 from .state_cells import CELL, cell_by_cell_kernel, cells_kernel
@@ -159,6 +160,7 @@ def pass_rows(
         BLOCK_D=triton.next_power_of_2(max(heads.key_dim, heads.value_dim)),
         ROWS=_ROWS,
         EXTRA=extra,
+        **dependent_launch(x.device),
     )
     _cell_by_cell(
         out, convolved, factors, weights.skip, memory, sequences, num_tokens, sizes, most_before
@@ -166,7 +168,7 @@ def pass_rows(
     # After all programs above have read the ring and the number of rows.
     remember_kernel[(num_seqs, triton.cdiv(heads.row_width, _CHANNELS))](
         x, x.stride(0), memory.ring, memory.ring.stride(0), *sequences, num_tokens, RING=ring_size,
-        WIDTH=heads.row_width, BLOCK=_CHANNELS, CELL=CELL,
+        WIDTH=heads.row_width, BLOCK=_CHANNELS, CELL=CELL, **dependent_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -196,6 +198,7 @@ def _cell_by_cell(
         "EXTRA": extra,
         # Triton's interpreter cannot multiply bfloat16.
         "DTYPE": tl.bfloat16 if splits and not INTERPRET else tl.float32,
+        **dependent_launch(out.device),
     }
     cells_kernel[(num_heads, num_cells)](
         cells, convolved, factors, *sequences, num_seqs, **shared, num_warps=1 if splits else 4

@@ -3,6 +3,7 @@
 See `delta_net.py` and `mamba2.py` for the formulas.
 """
 
+from ..dependent_launch import start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .silu_mul import silu
 
@@ -91,12 +92,15 @@ def prepare_kernel(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
     EXTRA: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Each program: some heads (of q, then of k, then of v) in ROWS rows of one sequence.
 
     Writes what their convolution gives, and factors: of q and k 1 / norm, of values log(decay) and
     b, which is dt in Mamba2.
     """
+    start_next_kernel(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     NUM_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     NUM_VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
     CHANNELS: tl.constexpr = 2 * NUM_KEYS + NUM_VALUES
@@ -180,8 +184,11 @@ def remember_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     CELL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Each program: BLOCK numbers of the last rows of one sequence."""
+    start_next_kernel(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     seq, part = tl.program_id(0), tl.program_id(1)
     begin, slot, _, start, seq_len = rows_of(
         seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride
