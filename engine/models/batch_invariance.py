@@ -1,7 +1,8 @@
 """Finds out at load what a target's bits depend on, and makes them independent of the batch."""
 
+from collections.abc import Callable
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 
 import torch
 from torch import Tensor
@@ -10,11 +11,13 @@ from outrider.kernels.compiling import compile_together
 from outrider.kernels.model.batch_invariant_attention import rows_at_once, same_rows, sums_alike
 from outrider.kernels.model.packed_linear import has_products
 
+from ..api import ignore_progress
+from .checkpoint import ReportCounts
 from .decoder import Decoder
 from .network import Network
 from .one_prompt import PAGE, num_pages_of, one_prompt
 from .proof import CHECKED_LENGTHS
-from .weights import Layer
+from .weights import Layer, Weight
 
 # Numbers of rows in which a prompt is computed, to compare with one pass over all of it: decodes,
 # verifications and prompts. A CPU's products were compared when they were packed, and are slow. On
@@ -23,12 +26,26 @@ _CPU_PASSES = (1, 3, 36)
 _GPU_PASSES = (1, 5, 20, 41, 91, 301)
 
 
-def make_batch_invariant(network: Network, *, at_any_cost: bool = False) -> None:
+def make_batch_invariant(
+    network: Network, *, at_any_cost: bool = False, report: ReportCounts = ignore_progress
+) -> None:
     """Make the bits of a network's rows independent of the batch, and check that they are.
 
-    Raises ValueError saying what makes it impossible or, unless it is wanted `at_any_cost`, much
-    slower; the network is unchanged then.
+    `report` counts layers whose products are tried, and passes that are compared. Raises ValueError
+    saying what makes it impossible or, unless it is wanted `at_any_cost`, much slower; the network
+    is unchanged then.
     """
+    ends, done = _ends(network), count(1)
+    total = len(ends)
+
+    def count_one() -> None:
+        report(next(done), total)
+
+    def changed(layer: Layer[Weight]) -> Layer[Weight]:
+        layer = layer.as_batch_invariant()
+        count_one()
+        return layer
+
     if isinstance(network, Decoder) and network.device.type == "cuda":
         # Experts and rounded inputs are summed in one order anyway.
         weights = [weight for weight in network.weights if not weight.batch_invariant]
@@ -39,26 +56,33 @@ def make_batch_invariant(network: Network, *, at_any_cost: bool = False) -> None
                 "engine.batch_invariant if that is worth it"
             )
         blocks, output_layer = list(network.blocks), network.output_layer
+        total += len(network.linears)
+        report(0, total)
         try:
-            network.change_linears(Layer.as_batch_invariant)
-            _prove(network)
+            network.change_linears(changed)
+            _prove(network, ends, count_one)
         except Exception as reason:
             network.blocks, network.output_layer = blocks, output_layer
             if isinstance(reason, torch.OutOfMemoryError):
                 raise ValueError("there is too little memory to find out how it sums") from None
             raise
     else:
-        _prove(network)
+        report(0, total)
+        _prove(network, ends, count_one)
     network.batch_invariant = True
 
 
+def _ends(network: Network) -> list[int]:
+    """Where the passes end that are compared with one pass over all their rows; the first at 0."""
+    sizes = _CPU_PASSES if network.device.type == "cpu" else _GPU_PASSES
+    return [0, *(end for end in accumulate(sizes) if end <= network.max_positions)]
+
+
 @torch.inference_mode()
-def _prove(network: Network) -> None:
+def _prove(network: Network, ends: list[int], count_one: Callable[[], None]) -> None:
     if not network.products_are_batch_invariant:
         raise ValueError(_why_products_vary(network))
     device, max_len = network.device, network.max_positions
-    sizes = _CPU_PASSES if device.type == "cpu" else _GPU_PASSES
-    ends = [0, *(end for end in accumulate(sizes) if end <= max_len)]
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(0, network.vocab_size, (ends[-1],), generator=generator)
     input_ids = input_ids.to(device)
@@ -76,11 +100,13 @@ def _prove(network: Network) -> None:
         if not network.attention_is_batch_invariant:
             _prove_attention(network)
         whole = logits(0, ends[-1])
+        count_one()
         for first, end in pairwise(ends):
             if not torch.equal(logits(first, end), whole[first:end]):
                 raise ValueError(
                     f"{end - first} rows differ in bits from the same rows among {ends[-1]}"
                 )
+            count_one()
     finally:
         network.free_cache()
 

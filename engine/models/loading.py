@@ -5,13 +5,14 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..api import ignore_progress
+from ..api import ReportProgress, ignore_progress
 from ..config import ModelConfig
 from .admission import (
     UnsupportedModelError,
@@ -50,7 +51,7 @@ DRAFTED_TOKENS = "draft_tokens.json"
 def load_network(
     config: ModelConfig,
     device: torch.device,
-    report: ReportCounts = ignore_progress,
+    report: ReportProgress = ignore_progress,
     *,
     is_draft: bool = False,
     batch_invariant: bool | None = False,
@@ -66,7 +67,8 @@ def load_network(
     compared with transformers' code, and its blocks add no other's. Raises UnsupportedModelError
     saying why a model is refused.
     """
-    report(0, 0)
+    role: Literal["target", "draft"] = "draft" if is_draft else "target"
+    report(f"loading the {role}", 0, 0)
     if not (Path(config.path) / "config.json").is_file():
         raise UnsupportedModelError(f"{config.path} is no model directory: it has no config.json")
     hf_config = load_config(config.path, trust_remote_code=config.trust_remote_code)
@@ -85,7 +87,7 @@ def load_network(
             dtype,
             device,
             report,
-            is_draft,
+            role,
             batch_invariant,
             cache_dtype,
             share,
@@ -109,7 +111,6 @@ def load_network(
                 f"this model runs as transformers has it ({reason}); leave it out"
             )
         if share.size > 1:
-            role = "draft" if is_draft else "target"
             raise UnsupportedModelError(
                 f"{role}.tensor_parallel is {share.size}, but only our own decoder is shared, and "
                 f"this model runs as transformers has it ({reason}); leave it out"
@@ -155,11 +156,15 @@ class _Loader:
     hf_config: PreTrainedConfig
     dtype: torch.dtype
     device: torch.device
-    report: ReportCounts
-    is_draft: bool
+    report: ReportProgress
+    role: Literal["target", "draft"]
     batch_invariant: bool | None
     cache_dtype: torch.dtype | None
     share: Share
+
+    @property
+    def is_draft(self) -> bool:
+        return self.role == "draft"
 
     def own_decoder(self, quantised: tuple[str, Read] | None) -> tuple[Decoder | None, str]:
         """Our decoder, if it knows this structure and computes what transformers does; or None, and
@@ -185,7 +190,7 @@ class _Loader:
                 folder,
                 self.dtype,
                 self.device,
-                self.report,
+                self._counts("loading the {role}"),
                 read=read,
                 share=self.share,
                 renamed=family.renamed,
@@ -208,7 +213,11 @@ class _Loader:
         # A CPU's layers can only be packed, and proven, once transformers has no view of their
         # weights.
         reason = why_different(
-            decoder, original, starts, batch_invariant=is_cpu or decoder.batch_invariant
+            decoder,
+            original,
+            starts,
+            batch_invariant=is_cpu or decoder.batch_invariant,
+            report=self._counts("comparing the {role} with transformers"),
         )
         unread = checkpoint.unread()
         # They hold views of weights, which could not be freed when they are packed.
@@ -249,7 +258,7 @@ class _Loader:
                 self.hf_config,
                 self.dtype,
                 self.device,
-                self.report,
+                self._counts("loading the {role}"),
                 rounds=rounds_weights(self.config, self.is_draft),
             )
         except (UnsupportedModelError, torch.OutOfMemoryError):
@@ -261,6 +270,9 @@ class _Loader:
         self._set_up(network)
         self._translate(network)
         return network
+
+    def _counts(self, stage: str) -> ReportCounts:
+        return partial(self.report, stage.format(role=self.role))
 
     def _translate(self, draft: Network) -> None:
         """Have a draft with a vocabulary of its own read and draw tokens of the target."""
@@ -276,7 +288,8 @@ class _Loader:
         if wanted is False:
             return
         try:
-            make_batch_invariant(network, at_any_cost=wanted is True)
+            report = self._counts("checking how the {role} rounds")
+            make_batch_invariant(network, at_any_cost=wanted is True, report=report)
         except ValueError as reason:
             if wanted:
                 raise UnsupportedModelError(

@@ -59,7 +59,7 @@ def load_shares(
     target = load_network(
         config.target,
         device,
-        partial(report, "loading the target"),
+        report,
         batch_invariant=config.batch_invariant,
         cache_dtype=_cache_dtype(config, device),
         share=Share(rank, config.target.tensor_parallel),
@@ -81,7 +81,7 @@ def _load_draft_model(
     network = load_network(
         draft,
         target.device,
-        partial(report, "loading the draft"),
+        report,
         is_draft=True,
         cache_dtype=target.cache_dtype,
         share=Share(rank, draft.tensor_parallel),

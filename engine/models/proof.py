@@ -7,7 +7,8 @@ layer is compared by itself and errors do not add up.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,13 +21,13 @@ from transformers import PreTrainedConfig
 from outrider.kernels.compiling import compile_together
 from outrider.kernels.model.rms_norm import rms_norm
 
+from ..api import ignore_progress
 from .attention import ForwardBatch
 from .blocks import Block
-from .checkpoint import AnyCheckpoint, Lent
+from .checkpoint import AnyCheckpoint, Lent, ReportCounts
 from .decoder import Decoder
 from .model_classes import AutoModelForCausalLM
 from .one_prompt import PAGE, num_pages_of, one_prompt
-from .parts.base import Part
 
 # Rows of a prompt, of a decode and of a verification: each runs other kernels.
 _NUM_NEARBY = 4  # inputs that show how a layer enlarges rounding
@@ -113,18 +114,26 @@ class Original:
             module.register_forward_pre_hook(partial(take, i))
             module.register_forward_hook(partial(give_back, i))
 
-    def run(self, batches: Sequence[ForwardBatch], choosers: Sequence[str]) -> "list[OriginalPass]":
-        """One pass over these prompts, for which each weight is dequantised once."""
+    def run(
+        self, batches: Sequence[ForwardBatch], choosers: Sequence[str], count: Callable[[], None]
+    ) -> "list[OriginalPass]":
+        """One pass over these prompts, for which each weight is dequantised once.
+
+        Calls `count` in front of each layer, and behind the last one.
+        """
         # Padded at their ends, which no token before sees; padding has position 0.
         input_ids = pad_sequence([batch.input_ids for batch in batches], batch_first=True)
         positions = pad_sequence([batch.rows.positions for batch in batches], batch_first=True)
         states: list[Tensor] = []  # [prompts, longest, hidden] each
         choices: dict[str, tuple[Tensor, ...]] = {}
         decoder = self.model.get_decoder()
+
+        def note_state(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states.append(_hidden(args, kwargs))
+            count()
+
         hooks = [
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs: states.append(_hidden(args, kwargs)), with_kwargs=True
-            )
+            module.register_forward_pre_hook(note_state, with_kwargs=True)
             for module in (*decoder.layers, self.model.get_submodule(self._last_norm))
         ]
         for name in choosers:
@@ -165,13 +174,19 @@ def _note(
 
 @torch.inference_mode()
 def why_different(
-    decoder: Decoder, original: Original, starts: Sequence[int], *, batch_invariant: bool = False
+    decoder: Decoder,
+    original: Original,
+    starts: Sequence[int],
+    *,
+    batch_invariant: bool = False,
+    report: ReportCounts = ignore_progress,
 ) -> str | None:
     """Names a part of the decoder that differs from transformers' model; None if all agree.
 
     Compares prompts of all lengths at the first of `starts`, and of the last length at the others:
     which kernels run depends on the length alone. `batch_invariant` selects the attention of a
-    target whose rows must not depend on the batch.
+    target whose rows must not depend on the batch. `report` counts layers, of transformers' passes
+    and of the comparisons.
     """
     generator = torch.Generator().manual_seed(0)
     passes = [(starts[0], length) for length in CHECKED_LENGTHS]
@@ -182,39 +197,70 @@ def why_different(
         batches.append(
             one_prompt(input_ids.to(decoder.device), first, batch_invariant=batch_invariant)
         )
+    total, done = (2 + len(batches)) * (len(decoder.blocks) + 1), itertools.count(1)
+
+    def count() -> None:
+        report(next(done), total)
+
+    report(0, total)
     # The longest by itself: to pad the others to its length would take memory.
     parts = [part for block in decoder.blocks for part in block.parts]
     choosers = [part.chooser for part in parts if part.chooser]
-    originals = original.run(batches[:1], choosers) + original.run(batches[1:], choosers)
-
-    def differences() -> Iterator[str]:
-        for batch, theirs in zip(batches, originals, strict=True):
-            # A copy each time: compiling computes none of what a batch keeps.
-            yield from _differences(decoder, replace(batch), theirs)
-
-    compile_together([lambda: list(differences())], decoder.device)
-    return next(differences(), None)
+    originals = original.run(batches[:1], choosers, count)
+    originals += original.run(batches[1:], choosers, count)
+    cases = list(zip(batches, originals, strict=True))
+    of_length = {len(batch.input_ids): (batch, theirs) for batch, theirs in cases}
+    launches = [partial(_launch, decoder, *case) for case in of_length.values()]
+    compile_together(launches, decoder.device)
+    return next((name for case in cases for name in _differences(decoder, *case, count)), None)
 
 
-def _differences(decoder: Decoder, batch: ForwardBatch, theirs: OriginalPass) -> Iterator[str]:
-    """Names the parts that compute something else for one prompt."""
+def _launch(decoder: Decoder, batch: ForwardBatch, theirs: OriginalPass) -> None:
+    """Launch every kernel that `_differences` may launch."""
+    # A copy of the batch: compiling computes none of what it keeps.
+    states, choices, batch = theirs.states, theirs.choices, replace(batch)
+    for block, state in zip(decoder.blocks, states[:-1], strict=True):
+        _through(_choosing(block, choices), state, batch)
+        _chooses(block, choices)
+    _logits(decoder, states[-1])
+
+
+def _differences(
+    decoder: Decoder, batch: ForwardBatch, theirs: OriginalPass, count: Callable[[], None]
+) -> Iterator[str]:
+    """Names the parts that compute something else for one prompt; calls `count` after each."""
     states, choices, logits = theirs
     if not torch.equal(decoder.embedded(batch.input_ids), states[0]):
         yield "its embedding"
     for i, block in enumerate(decoder.blocks):
-        same = Block(*(_choosing(part, choices) for part in block.parts))
-        if not _agrees(same, states[i], states[i + 1], batch):
+        if not _agrees(_choosing(block, choices), states[i], states[i + 1], batch):
             yield f"layer {i} at position {int(batch.rows.positions[0])}"
-        if not all(part.chooses(*choices[part.chooser]) for part in block.parts if part.chooser):
+        if not _chooses(block, choices):
             yield f"the router of layer {i}"
-    ours = decoder.logits(rms_norm(states[-1].clone(), decoder.norm)).float()
+        count()
+    ours = _logits(decoder, states[-1])
     eps = max(torch.finfo(decoder.dtype).eps, decoder.output_layer.weight.input_eps)
     if (ours - logits.float()).norm() > 8 * eps * logits.float().norm():
         yield "its last norm or output layer"
+    count()
 
 
-def _choosing(part: Part, choices: dict[str, list[Tensor]]) -> Part:
-    return part.choosing(*choices[part.chooser]) if part.chooser else part
+def _logits(decoder: Decoder, state: Tensor) -> Tensor:
+    """Shape: [T, hidden], in front of the last norm -> [T, V] float32"""
+    return decoder.logits(rms_norm(state.clone(), decoder.norm)).float()
+
+
+def _chooses(block: Block, choices: dict[str, list[Tensor]]) -> bool:
+    """Whether a block's parts choose as transformers' modules do."""
+    return all(part.chooses(*choices[part.chooser]) for part in block.parts if part.chooser)
+
+
+def _choosing(block: Block, choices: dict[str, list[Tensor]]) -> Block:
+    """The same block with the choices of transformers' modules."""
+    chosen = (
+        part.choosing(*choices[part.chooser]) if part.chooser else part for part in block.parts
+    )
+    return Block(*chosen)
 
 
 def _agrees(block: Block, x: Tensor, expected: Tensor, batch: ForwardBatch) -> bool:

@@ -189,8 +189,12 @@ def test_an_output_layer_of_its_own_is_used_whatever_the_config_says(tmp_path: P
 def test_a_tied_embedding_counts_once_as_it_loads(directory: Callable[[Type, Type], Path]) -> None:
     folder = directory(Type.Q4_1, Type.Q8_0)
     reported: list[tuple[int, int]] = []
-    config = ModelConfig(path=str(folder), dtype="float32")
-    load_network(config, DEVICE, lambda *counts: reported.append(counts))
+
+    def report(stage: str, done: int, total: int) -> None:
+        if stage == "loading the target":
+            reported.append((done, total))
+
+    load_network(ModelConfig(path=str(folder), dtype="float32"), DEVICE, report)
     total = 2 * 9 + 2  # of two layers; the embeddings and the last norm
     assert reported == [(0, 0), *((done, total) for done in range(1, total + 1))]
 

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,11 +57,38 @@ def test_longrope_is_served_up_to_its_original_length() -> None:
 
 
 def test_weights_are_counted_as_they_come(tiny_model: Callable[..., Path]) -> None:
-    reported: list[tuple[int, int]] = []
-    config = ModelConfig(path=str(tiny_model("llama")))
-    load_network(config, torch.device("cpu"), lambda *counts: reported.append(counts))
+    reported = stages_of(ModelConfig(path=str(tiny_model("llama"))))
     num_weights = 2 * 9 + 3  # of two layers; the embeddings, the last norm and the head
-    assert reported == [(0, 0), *((done, num_weights) for done in range(1, num_weights + 1))]
+    counts = [(done, num_weights) for done in range(1, num_weights + 1)]
+    assert reported["loading the target"] == [(0, 0), *counts]
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_checks_are_stages_of_their_own_and_end(
+    is_draft: bool, tiny_model: Callable[..., Path]
+) -> None:
+    config = ModelConfig(path=str(tiny_model("llama")), dtype="float32")
+    role = "draft" if is_draft else "target"
+    reported = stages_of(config, is_draft=is_draft, batch_invariant=None)
+    assert list(reported) == [
+        f"loading the {role}",
+        f"comparing the {role} with transformers",
+        f"checking how the {role} rounds",
+    ]
+    layers, rounds = list(reported.values())[1:]
+    assert [done for done, _ in layers] == [*range(layers[-1][1] + 1)]
+    assert [done for done, _ in rounds] == [*range(rounds[-1][1] + 1)]
+
+
+def stages_of(config: ModelConfig, **options: Any) -> dict[str, list[tuple[int, int]]]:
+    """What is reported while a model is loaded, by stage."""
+    stages: dict[str, list[tuple[int, int]]] = {}
+
+    def report(stage: str, done: int, total: int) -> None:
+        stages.setdefault(stage, []).append((done, total))
+
+    load_network(config, torch.device("cpu"), report, **options)
+    return stages
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def _contents(file: Path) -> tuple[str, object]:
     return file.name, hashlib.sha256(file.read_bytes()).digest()
 
 
-def _choose_attention(network: Any) -> None:
+def _choose_attention(network: Any, *_: object) -> None:
     """What a proof decides of a network that it finds batch-invariant."""
     if not network.attention_is_batch_invariant:
         batch_invariance._prove_attention(network)
