@@ -5,9 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._dispatch import uses_triton
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
-from .rms_norm import Norm, normed_row, rms_norm_reference
+from .rms_norm import Norm, rms_norm_reference
 from .silu_mul import silu
+
+_AT_ONCE = 1024  # numbers of a program, if a head has fewer
 
 
 def gated_norm(x: Tensor, norm: Norm, gate: Tensor, *, gates_first: bool = False) -> Tensor:
@@ -23,10 +26,13 @@ def gated_norm(x: Tensor, norm: Norm, gate: Tensor, *, gates_first: bool = False
     assert norm.weight.is_contiguous()
     assert gate.stride(1) == 1
     out = torch.empty(num_rows, num_heads * dim, dtype=x.dtype, device=x.device)
-    _gated_norm_kernel[(num_rows, num_heads)](
-        out, x, norm.weight, norm.eps, gate, gate.stride(0), DIM=dim,
-        WEIGHT_STRIDE=dim if norm.weight.ndim == 2 else 0, GATES_FIRST=gates_first,
-        BLOCK=triton.next_power_of_2(dim), num_warps=1,
+    # By the width of a head alone: how it is summed depends on it.
+    block = triton.next_power_of_2(dim)
+    heads = max(1, _AT_ONCE // block)
+    _gated_norm_kernel[(num_rows, triton.cdiv(num_heads, heads))](
+        out, x, norm.weight, norm.eps, gate, gate.stride(0), num_heads, DIM=dim,
+        WEIGHT_STRIDE=dim if norm.weight.ndim == 2 else 0, GATES_FIRST=gates_first, HEADS=heads,
+        BLOCK=block, num_warps=max(4, min(8, block // 512)), **dependent_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -51,23 +57,30 @@ def _gated_norm_kernel(
     eps,
     gate_ptr,  # [T, heads * DIM]
     gate_stride,
+    num_heads,
     DIM: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
     GATES_FIRST: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Each program: one head of one row."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, BLOCK)
-    mask = d < DIM
-    at = (row * tl.num_programs(1) + head) * DIM + d
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    """Each program: HEADS heads of one row."""
+    start_next_kernel(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, BLOCK)[None, :]
+    mask = (head < num_heads) & (d < DIM)
+    at = (row * num_heads + head) * DIM + d
     weight_at = weight_ptr + head * WEIGHT_STRIDE + d
     weight = tl.load(weight_at, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs(DEPENDENT)
+    y = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + head * DIM + d, mask=mask, other=0.0)
     factor = silu(gate.to(tl.float32))
     if GATES_FIRST:
-        y = normed_row(x * factor, weight, eps, DIM)
-    else:
-        y = normed_row(x, weight, eps, DIM) * factor
+        y *= factor
+    y *= tl.rsqrt(tl.fma(tl.sum(y * y, 1), 1.0 / DIM, eps))[:, None] * weight
+    if not GATES_FIRST:
+        y *= factor
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)

@@ -14,6 +14,7 @@ from outrider.kernels.model.delta_net import delta_net
 from outrider.kernels.model.expert_matrix import RELU_SQUARED, SILU, Activation, ExpertMatrix, Glu
 from outrider.kernels.model.expert_tiles import ExpertTiles
 from outrider.kernels.model.experts_product import experts_product
+from outrider.kernels.model.gated_norm import gated_norm
 from outrider.kernels.model.mamba2 import mamba2
 from outrider.kernels.model.narrow_linear import narrow_linear
 from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, has_4_bits
@@ -328,6 +329,8 @@ def norms(width: int) -> None:
 def gates() -> None:
     gate_heads(empty(9, 16, 256), empty(9, 16, 512).chunk(2, 2)[1])
     gate_rows(empty(9, 512), empty(9, 2048), empty(2048))
+    weight, z = empty(128, dtype=torch.float32), empty(9, 2 * 32 * 128).chunk(2, 1)[1]
+    gated_norm(empty(9, 32, 128), Norm(weight, 1e-6), z)
 
 
 def test_gates_are_loaded_several_at_a_time() -> None:
