@@ -91,7 +91,6 @@ def cells_kernel(
     of U in S; and e^(G_last). In Mamba2, in place of the factors of S^T k, b; and no T b.
     """
     start_next_kernel(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
     NUM_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * NUM_KEYS + VALUE_HEADS * VALUE_DIM
     FACTORS: tl.constexpr = 2 * (KEY_HEADS + VALUE_HEADS)
@@ -100,6 +99,7 @@ def cells_kernel(
     begin, _, _, start, seq_len = rows_of(
         seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride
     )
+    wait_for_inputs(DEPENDENT)
     low = (start // CELL + part) * CELL
     if (start < seq_len) & (low < seq_len):
         key_head = head // (VALUE_HEADS // KEY_HEADS)
@@ -178,13 +178,13 @@ def cell_by_cell_kernel(
     registers from which the next takes it.
     """
     start_next_kernel(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
     NUM_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * NUM_KEYS + VALUE_HEADS * VALUE_DIM
     head, seq = tl.program_id(1), tl.program_id(2)
     begin, slot, first, start, seq_len = rows_of(
         seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride
     )
+    wait_for_inputs(DEPENDENT)
     if start < seq_len:
         num_known = tl.minimum(seq_len, tl.load(num_tokens_ptr + slot))
         end_of_kept = num_known // CELL * CELL

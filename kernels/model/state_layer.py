@@ -31,7 +31,9 @@ from .state_rows import prepare_kernel, remember_kernel
 _CELL_COLUMNS = 16  # of S in a program that goes cell by cell, a warp for every 16
 _STAGES = 2  # cells whose rows are on their way
 _HEADS = 4  # convolved by a program
-_ROWS = 4  # convolved by a program
+_ROWS = 4  # convolved by a program at once
+_FEW_ROWS = 256  # of more, a program convolves several times as many, one after the other
+_TIMES = 8
 _CHANNELS = 1024  # copied at once
 
 
@@ -106,13 +108,13 @@ def pass_rows(
 
     Rows at the position `num_tokens` of their slot, or beyond, are of drafts; no more of them than
     the ring has room for. Shape: x [T, row_width], each row dense; num_tokens [num_slots] int64
-        -> [T, num_value_heads, value_dim], 0 in rows of padding.
+        -> [T, num_value_heads, value_dim], anything in rows of padding.
     """
     if not uses_triton(x):
         return pass_rows_reference(x, heads, weights, memory, rows, num_tokens, pass_row=pass_row)
     assert x.stride(1) == 1
     assert memory.state.stride(3) == memory.ring.stride(2) == 1
-    out = x.new_zeros(len(x), heads.num_value_heads, heads.value_dim)
+    out = x.new_empty(len(x), heads.num_value_heads, heads.value_dim)
     num_seqs, ring_size = len(rows.slots), memory.ring.shape[1]
     num_taps = weights.convolution.shape[1]
     sequences = (
@@ -136,8 +138,9 @@ def pass_rows(
         "CORRECTS": corrects,
     }
     num_heads = 2 * heads.num_key_heads + heads.num_value_heads
-    extra = triton.cdiv(_ROWS - 1 + most_before, _ROWS)
-    num_parts = len(x) // _ROWS + num_seqs * extra
+    size = _ROWS if len(x) <= _FEW_ROWS else _ROWS * _TIMES
+    extra = triton.cdiv(size - 1 + most_before, size)
+    num_parts = len(x) // size + num_seqs * extra
     prepare_kernel[(triton.cdiv(num_heads, _HEADS), num_parts)](
         convolved,
         factors,
@@ -152,6 +155,8 @@ def pass_rows(
         memory.ring.stride(0),
         *sequences,
         num_seqs,
+        size,
+        extra,
         heads.key_dim**-0.5,
         **sizes,
         WIDTH=heads.row_width,
@@ -159,7 +164,6 @@ def pass_rows(
         HEADS=_HEADS,
         BLOCK_D=triton.next_power_of_2(max(heads.key_dim, heads.value_dim)),
         ROWS=_ROWS,
-        EXTRA=extra,
         **dependent_launch(x.device),
     )
     _cell_by_cell(

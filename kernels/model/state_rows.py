@@ -15,11 +15,9 @@ def _at(
     """Columns of the rows at some positions, 0 before the sequence. `x_ptr` points to the row
     `first`; those before it lie in the ring.
     """
-    here_ptr = x_ptr + (position - first) * stride + column
-    kept_ptr = ring_ptr + ((position + RING) % RING) * WIDTH + column
-    here = tl.load(here_ptr, mask=mask & (position >= first), other=0.0)
-    kept = tl.load(kept_ptr, mask=mask & (position < first) & (position >= 0), other=0.0)
-    return tl.where(position >= first, here, kept)
+    here_ptr, kept_ptr = x_ptr + (position - first) * stride, ring_ptr + position % RING * WIDTH
+    row_ptr = tl.where(position >= first, here_ptr, kept_ptr)
+    return tl.load(row_ptr + column, mask=mask & (position >= 0), other=0.0)
 
 
 @triton.jit
@@ -35,6 +33,8 @@ def _softplus(x):
 def rows_of(seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride):
     """A sequence's first row in the batch, its slot, the position of that first row, the position
     where S goes on, and the number of its tokens.
+
+    All this was written before the pass: a kernel may read it before it waits for its inputs.
     """
     begin, end = tl.load(bounds_ptr + seq).to(tl.int64), tl.load(bounds_ptr + seq + 1)
     slot, seq_len = tl.load(slots_ptr + seq).to(tl.int64), tl.load(seq_lens_ptr + seq)
@@ -44,22 +44,22 @@ def rows_of(seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_str
 
 
 @triton.jit
-def sequence_of(part, bounds_ptr, num_seqs, SIZE: tl.constexpr, EXTRA: tl.constexpr):
+def sequence_of(part, bounds_ptr, num_seqs, size, extra):
     """Which sequence a part belongs to, and which of its parts that is.
 
-    The parts of sequence s, of SIZE rows each, begin at begin // SIZE + s * EXTRA.
+    The parts of sequence s, of `size` rows each, begin at begin // size + s * extra.
     """
     before = 0
     for low in range(0, num_seqs, 128):
         seq = low + tl.arange(0, 128)
         begin = tl.load(bounds_ptr + seq, mask=seq < num_seqs, other=0)
-        is_before = (seq < num_seqs) & (begin // SIZE + seq * EXTRA <= part)
+        is_before = (seq < num_seqs) & (begin // size + seq * extra <= part)
         before += tl.sum(is_before.to(tl.int32))
     seq = before - 1
-    return seq, part - (tl.load(bounds_ptr + seq) // SIZE + seq * EXTRA)
+    return seq, part - (tl.load(bounds_ptr + seq) // size + seq * extra)
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "size", "extra"])
 def prepare_kernel(
     convolved_ptr,  # [T + num_seqs * RING, channels]
     factors_ptr,  # [T + num_seqs * RING, 2 * (KEY_HEADS + VALUE_HEADS)]
@@ -79,6 +79,8 @@ def prepare_kernel(
     num_rows_ptr,  # [num_slots]
     num_rows_stride,
     num_seqs,
+    size,
+    extra,
     scale,
     RING: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -91,26 +93,25 @@ def prepare_kernel(
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
-    EXTRA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Each program: some heads (of q, then of k, then of v) in ROWS rows of one sequence.
+    """Each program: some heads (of q, then of k, then of v) in `size` rows of one sequence.
 
     Writes what their convolution gives, and factors: of q and k 1 / norm, of values log(decay) and
     b, which is dt in Mamba2.
     """
     start_next_kernel(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
     NUM_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     NUM_VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
     CHANNELS: tl.constexpr = 2 * NUM_KEYS + NUM_VALUES
     ALL_HEADS: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
-    seq, part = sequence_of(tl.program_id(1), bounds_ptr, num_seqs, ROWS, EXTRA)
+    seq, part = sequence_of(tl.program_id(1), bounds_ptr, num_seqs, size, extra)
     begin, slot, first, start, seq_len = rows_of(
         seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride
     )
-    low = start + part * ROWS
-    if low < seq_len:
+    wait_for_inputs(DEPENDENT)
+    first_of_part = start + part * size
+    for low in range(first_of_part, tl.minimum(first_of_part + size, seq_len), ROWS):
         pair, d = tl.arange(0, ROWS * HEADS), tl.arange(0, BLOCK_D)
         position, head = low + pair // HEADS, tl.program_id(0) * HEADS + pair % HEADS
         is_there = (position < seq_len) & (head < ALL_HEADS)
@@ -188,12 +189,12 @@ def remember_kernel(
 ):
     """Each program: BLOCK numbers of the last rows of one sequence."""
     start_next_kernel(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
     seq, part = tl.program_id(0), tl.program_id(1)
     begin, slot, _, start, seq_len = rows_of(
         seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride
     )
     end = tl.load(bounds_ptr + seq + 1)
+    wait_for_inputs(DEPENDENT)
     if begin < end:
         c = part * BLOCK + tl.arange(0, BLOCK)
         for row in range(tl.maximum(begin, end - RING), end):

