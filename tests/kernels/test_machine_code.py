@@ -22,6 +22,7 @@ from outrider.kernels.model.narrow_product import narrow_product
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.product import product
 from outrider.kernels.model.prompt_attention import is_for
+from outrider.kernels.model.relu_squared import relu_squared
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.routing import Routing
 from outrider.kernels.model.row_codes import round_rows
@@ -331,6 +332,7 @@ def gates() -> None:
     gate_rows(empty(9, 512), empty(9, 2048), empty(2048))
     weight, z = empty(128, dtype=torch.float32), empty(9, 2 * 32 * 128).chunk(2, 1)[1]
     gated_norm(empty(9, 32, 128), Norm(weight, 1e-6), z)
+    relu_squared(empty(9, 1024))
 
 
 def test_gates_are_loaded_several_at_a_time() -> None:

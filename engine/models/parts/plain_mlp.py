@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from outrider.kernels.model.relu_squared import relu_squared
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.row_codes import Normed
 
@@ -38,8 +39,8 @@ class PlainMLP(Part):
         self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Normed | None:
         inner = self.up.of_normed(x, normed, self.norm)
-        return self.add(x, self.down, inner.relu_().square_(), next_norm)
+        return self.add(x, self.down, relu_squared(inner), next_norm)
 
     def activations(self, normed: Tensor) -> Tensor:
         """What `down` multiplies. Shape: [T, hidden] -> [T, inner]."""
-        return self.up(normed).relu_().square_()
+        return relu_squared(self.up(normed))
