@@ -4,8 +4,8 @@ A pair is a row and one of its experts: pair = row * k + choice. Pairs of the sa
 into tiles, in the order of their rows, so that a product reads an expert's weights once for a whole
 tile. How many tiles there are is known on the device only; the host knows a bound.
 
-Rows are taken in blocks. Each block counts its pairs of every expert. From all counts each block
-knows where its pairs begin, and lists them. A single block needs no counts of others.
+Ids are taken in slices. From the counts of every slice, each expert's programs know where its pairs
+begin; each of them finds and lists the pairs of one slice. It counts a single slice itself.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import tl, triton
 
 _TILES = (16, 32, 64, 128)  # rows of a tile
-AT_ONCE = 8192  # pairs of rows and experts, chosen or not, that one program holds
+_SLICE = 4096  # ids that one program reads
 
 
 class ExpertTiles(NamedTuple):
@@ -47,16 +47,20 @@ def tiles_of(ids: Tensor, num_experts: int) -> ExpertTiles:
     assert ids.is_contiguous()
     num_rows, top_k = ids.shape
     tiles = empty_tiles(num_rows, top_k, num_experts, ids.device)
-    padded = triton.next_power_of_2(num_experts)
-    rows = max(1, AT_ONCE // padded)
-    num_blocks = triton.cdiv(num_rows, rows)
-    counts = ids.new_empty(num_blocks, padded)
-    options = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "EXPERTS": padded, "ROWS": rows}
-    launch = {"num_warps": 8, **dependent_launch(ids.device)}
-    _count_kernel[(num_blocks,)](counts, ids, num_rows, **options, **launch)
-    _list_kernel[(num_blocks,)](
-        *tiles, counts, ids, num_rows, num_blocks, len(tiles.experts),
-        SIZE=tiles.pairs.shape[1], **options, **launch,
+    num_ids = ids.numel()
+    # Of each thread of a program at least one.
+    slice_size = min(max(512, triton.next_power_of_2(num_ids)), _SLICE)
+    num_slices = triton.cdiv(num_ids, slice_size)
+    experts = max(32, triton.next_power_of_2(num_experts))
+    options = {"EXPERTS": experts, "IDS": slice_size, "num_warps": 8}
+    options |= dependent_launch(ids.device)
+    counts = None
+    if num_slices > 1:
+        counts = ids.new_empty(num_slices, experts)
+        _count_kernel[(num_slices,)](counts, ids, num_ids, **options)
+    _list_kernel[(num_experts, num_slices)](
+        *tiles, counts, ids, num_ids, num_slices, len(tiles.experts), num_experts,
+        SIZE=tiles.pairs.shape[1], **options,
     )  # fmt: skip
     return tiles
 
@@ -78,103 +82,80 @@ def tiles_reference(ids: Tensor, num_experts: int) -> ExpertTiles:
     return tiles
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_ids"])
 def _count_kernel(
-    counts_ptr,  # [blocks, EXPERTS]
-    ids_ptr,  # [num_rows, TOP_K]
-    num_rows,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
+    counts_ptr,  # [slices, EXPERTS]
+    ids_ptr,  # [num_ids]
+    num_ids,
     EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
+    IDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Each program: the pairs of ROWS rows."""
+    """Each program: a slice of IDS ids."""
     start_next_kernel(DEPENDENT)
     wait_for_inputs(DEPENDENT)
-    choice = _choices(ids_ptr, num_rows, TOP_K, EXPERTS, ROWS)
-    e = tl.arange(0, EXPERTS)
-    tl.store(counts_ptr + tl.program_id(0) * EXPERTS + e, tl.sum((choice >= 0).to(tl.int32), 0))
+    ids = _ids_of_slice(ids_ptr, num_ids, tl.program_id(0), IDS)
+    count = tl.histogram(ids, EXPERTS, mask=ids >= 0)
+    tl.store(counts_ptr + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), count)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_blocks", "num_tiles"])
+@triton.jit(do_not_specialize=["num_ids", "num_slices", "num_tiles"])
 def _list_kernel(
     experts_ptr,  # [num_tiles]
     pairs_ptr,  # [num_tiles, SIZE]
-    counts_ptr,  # [num_blocks, EXPERTS]
-    ids_ptr,  # [num_rows, TOP_K]
-    num_rows,
-    num_blocks,
+    counts_ptr,  # [num_slices, EXPERTS], or None of a single slice
+    ids_ptr,  # [num_ids]
+    num_ids,
+    num_slices,
     num_tiles,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
+    num_experts,
     EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
+    IDS: tl.constexpr,
     SIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Each program: the pairs of ROWS rows, and its share of what is not a pair."""
-    start_next_kernel(DEPENDENT)
-    block, e = tl.program_id(0), tl.arange(0, EXPERTS)
-    before = tl.zeros([EXPERTS], tl.int32)
-    count = tl.zeros([EXPERTS], tl.int32)
-    wait_for_inputs(DEPENDENT)
-    choice = _choices(ids_ptr, num_rows, TOP_K, EXPERTS, ROWS)
-    for other in range(num_blocks):
-        theirs = tl.load(counts_ptr + other * EXPERTS + e, cache_modifier=".cg")
-        before += tl.where(other < block, theirs, 0)
-        count += theirs
-    list_pairs(
-        experts_ptr, pairs_ptr, choice, before, count, num_rows, block, num_blocks, num_tiles,
-        NUM_EXPERTS, TOP_K, EXPERTS, ROWS, SIZE,
-    )  # fmt: skip
-
-
-@triton.jit
-def _choices(
-    ids_ptr, num_rows, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Which of a row's choices each expert is, or -1. Shape: [ROWS, EXPERTS]."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    e = tl.arange(0, EXPERTS)
-    choice = tl.full([ROWS, EXPERTS], -1, tl.int32)
-    for c in tl.static_range(TOP_K):
-        at = ids_ptr + row * TOP_K + c
-        expert = tl.load(at, mask=row < num_rows, other=-1, cache_modifier=".cg")
-        choice = tl.where(e[None, :] == expert[:, None], c, choice)
-    return choice
-
-
-@triton.jit
-def list_pairs(
-    experts_ptr, pairs_ptr, choice, before, count, num_rows, block, num_blocks, num_tiles,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-):  # fmt: skip
-    """Write the pairs of one of the blocks into their tiles, and its share of the other places.
-
-    Shape: choice [ROWS, EXPERTS]; before, the pairs of earlier blocks, and count, those of all:
-    [EXPERTS].
+    """Each program: the pairs of one expert in a slice of IDS ids, and its share of what is not a
+    pair.
     """
-    e = tl.arange(0, EXPERTS)
-    row = block * ROWS + tl.arange(0, ROWS)
-    end = tl.cumsum((count + SIZE - 1) // SIZE, 0)
-    first = end - (count + SIZE - 1) // SIZE
-    is_chosen = choice >= 0
-    place = (first * SIZE + before)[None, :] + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
-    tl.store(pairs_ptr + place, row[:, None] * TOP_K + choice, mask=is_chosen)
-    # Tiles at once: as many as rows, unless they have more places.
-    MOST: tl.constexpr = EXPERTS * ROWS // SIZE
-    TILES: tl.constexpr = ROWS if MOST >= ROWS else (MOST if MOST > 0 else 1)
-    for start in range(block * TILES, num_tiles, num_blocks * TILES):
-        tile = start + tl.arange(0, TILES)
-        # Experts whose last tile is before this one come before its expert.
-        expert = tl.minimum(tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1), NUM_EXPERTS)
-        tl.store(experts_ptr + tile, expert, mask=tile < num_tiles)
-        is_its = e[None, :] == expert[:, None]
-        left = count[None, :] - (tile[:, None] - first[None, :]) * SIZE
-        num_pairs = tl.sum(tl.where(is_its & (e < NUM_EXPERTS)[None, :], left, 0), 1)
-        i = tl.arange(0, SIZE)
-        nothing = tl.zeros([TILES, SIZE], tl.int32) + num_rows * TOP_K
-        is_free = (i[None, :] >= num_pairs[:, None]) & (tile < num_tiles)[:, None]
-        tl.store(pairs_ptr + tile[:, None] * SIZE + i[None, :], nothing, mask=is_free)
+    start_next_kernel(DEPENDENT)
+    expert, here, e = tl.program_id(0), tl.program_id(1), tl.arange(0, EXPERTS)
+    wait_for_inputs(DEPENDENT)
+    ids = _ids_of_slice(ids_ptr, num_ids, here, IDS)
+    before = 0  # pairs of this expert in earlier slices
+    if counts_ptr is None:
+        count = tl.histogram(ids, EXPERTS, mask=ids >= 0)
+    else:
+        count = tl.zeros([EXPERTS], tl.int32)
+        SLICES: tl.constexpr = 4096 // EXPERTS
+        for start in range(0, num_slices, SLICES):
+            other = start + tl.arange(0, SLICES)[:, None]
+            at = counts_ptr + other * EXPERTS + e[None, :]
+            theirs = tl.load(at, mask=other < num_slices, other=0, cache_modifier=".cg")
+            count += tl.sum(theirs, 0)
+            is_before = (other < here) & (e == expert)[None, :]
+            before += tl.sum(tl.where(is_before, theirs, 0))
+    tiles = (count + SIZE - 1) // SIZE
+    first = tl.sum(tl.where(e < expert, tiles, 0), 0)
+    end = first + tl.sum(tl.where(e == expert, tiles, 0), 0)
+    is_its = ids == expert
+    place = first * SIZE + before + tl.cumsum(is_its.to(tl.int32), 0) - 1
+    tl.store(pairs_ptr + place, here * IDS + tl.arange(0, IDS), mask=is_its)
+    i = tl.arange(0, SIZE)
+    nothing = tl.zeros([SIZE], tl.int32) + num_ids
+    if here == 0:
+        for tile in range(first, end):
+            tl.store(experts_ptr + tile, expert)
+        behind = first * SIZE + tl.sum(tl.where(e == expert, count, 0), 0)
+        rest = (end - 1) * SIZE + i  # of its last tile, if it has one
+        tl.store(pairs_ptr + rest, nothing, mask=(rest >= behind) & (end > first))
+    num_programs = num_experts * num_slices
+    for tile in range(tl.sum(tiles, 0) + here * num_experts + expert, num_tiles, num_programs):
+        tl.store(experts_ptr + tile, num_experts)
+        tl.store(pairs_ptr + tile * SIZE + i, nothing)
+
+
+@triton.jit
+def _ids_of_slice(ids_ptr, num_ids, here, IDS: tl.constexpr):
+    """-1 behind the last. Shape: [IDS]."""
+    i = here * IDS + tl.arange(0, IDS)
+    return tl.load(ids_ptr + i, mask=i < num_ids, other=-1, cache_modifier=".cg")

@@ -17,13 +17,14 @@ from torch import Tensor
 from .._dispatch import uses_triton
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
-from . import expert_tiles
-from .expert_tiles import ExpertTiles, empty_tiles, list_pairs, tiles_of
+from .expert_tiles import ExpertTiles, tiles_of
 from .sigmoid_gate import sigmoid_reference
 
+_WARPS = 4  # of a program, each with a row
 _FLOOR = -3.0e38  # stands for logits of -inf and NaN, so that choices stay distinct
 _LEAST = tl.constexpr(_FLOOR)
 _TINY = tl.constexpr(1e-20)  # is added to a sum of sigmoids, as transformers does
+_TAKEN = tl.constexpr(-(2**31))  # less than the key of any number
 _ONE = tl.constexpr(2.0**40)  # in sums of shares, which are integers: so they have one value
 
 
@@ -77,39 +78,27 @@ def route(logits: Tensor, router: Router, rows: Tensor | None = None) -> Routing
         return routing_of(ids, weights, num_experts, rows)
     ids = torch.empty(num_rows, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits.device)
-    padded = triton.next_power_of_2(num_experts)
-    block = max(1, expert_tiles.AT_ONCE // padded)
-    tiles = None
-    if num_rows <= block:
-        block = triton.next_power_of_2(num_rows)
-        tiles = empty_tiles(num_rows, top_k, num_experts, logits.device)
-    _route_kernel[(triton.cdiv(num_rows, block),)](
+    _route_kernel[(triton.cdiv(num_rows, _WARPS),)](
         ids,
         weights,
-        tiles.experts if tiles else None,
-        tiles.pairs if tiles else None,
         logits,
         router.bias,
         rows,
         router.scale,
         num_rows,
         logits.stride(0),
-        len(tiles.experts) if tiles else 0,
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
         SIGMOID=router.sigmoid,
         OVER_ALL=router.over_all,
         GROUPS=router.num_groups,
         TOP_GROUPS=router.top_groups,
-        EXPERTS=padded,
-        ROWS=block,
-        SIZE=tiles.pairs.shape[1] if tiles else 1,
-        num_warps=max(1, min(8, block * padded // 256)),
+        EXPERTS=triton.next_power_of_2(num_experts),
+        ROWS=_WARPS,
+        num_warps=_WARPS,
         **dependent_launch(logits.device),
     )
-    if tiles is None:
-        return routing_of(ids, weights, num_experts, rows)
-    return Routing(ids, weights, tiles, rows)
+    return routing_of(ids, weights, num_experts, rows)
 
 
 def choose_reference(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
@@ -156,19 +145,16 @@ def routing_of(
     return Routing(ids, weights, tiles_of(ids, num_experts), rows)
 
 
-@triton.jit(do_not_specialize=["rows_ptr", "num_rows", "num_tiles"])
+@triton.jit(do_not_specialize=["rows_ptr", "num_rows"])
 def _route_kernel(
     ids_ptr,  # [num_rows, TOP_K]
     weights_ptr,  # [num_rows, TOP_K]
-    experts_ptr,  # [num_tiles], or None
-    pairs_ptr,  # [num_tiles, SIZE], or None
     logits_ptr,  # [num_rows, NUM_EXPERTS]
     bias_ptr,  # [NUM_EXPERTS], or None
     rows_ptr,  # [1], the end of a longer tensor and so at any address; or None
     weight_scale,
     num_rows,
     logits_stride,
-    num_tiles,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
@@ -177,10 +163,9 @@ def _route_kernel(
     TOP_GROUPS: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Each program: ROWS rows. With tiles there is one program, which lists them as well."""
+    """Each program: ROWS rows."""
     start_next_kernel(DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, EXPERTS)
@@ -205,13 +190,16 @@ def _route_kernel(
         share = tl.exp(logits - best[:, None])
         left = logits
 
+    # A warp adds up integers, or finds the largest, in one instruction.
+    key = _in_order(left)
+    share_bits = share.to(tl.int32, bitcast=True)
     choice = tl.full([ROWS, EXPERTS], -1, tl.int32)
     total = tl.zeros([ROWS], tl.float32)
     for c in tl.static_range(TOP_K):
-        is_now = _is_first_largest(left, EXPERTS)
+        is_now = _is_first_largest(key, EXPERTS)
         choice = tl.where(is_now, c, choice)
-        left = tl.where(is_now, float("-inf"), left)
-        total += tl.sum(tl.where(is_now, share, 0.0), 1)
+        key = tl.where(is_now, _TAKEN, key)
+        total += tl.sum(tl.where(is_now, share_bits, 0), 1).to(tl.float32, bitcast=True)
     if SIGMOID:
         total = tl.full([ROWS], 1.0, tl.float32) if OVER_ALL else total + _TINY
     elif OVER_ALL:
@@ -229,12 +217,13 @@ def _route_kernel(
     tl.store(ids_ptr + pair, tl.zeros_like(choice) + e[None, :], mask=is_chosen)
     tl.store(weights_ptr + pair, weight_scale * (share / total[:, None]), mask=is_chosen)
 
-    if experts_ptr is not None:
-        count = tl.sum(is_chosen.to(tl.int32), 0)
-        list_pairs(
-            experts_ptr, pairs_ptr, choice, tl.zeros_like(count), count, num_rows, 0, 1, num_tiles,
-            NUM_EXPERTS, TOP_K, EXPERTS, ROWS, SIZE,
-        )  # fmt: skip
+
+@triton.jit
+def _in_order(numbers):
+    """Integers in the order of these numbers, none of them NaN."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(numbers == 0.0, 0, key)  # -0 as well
 
 
 @triton.jit

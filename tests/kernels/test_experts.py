@@ -22,7 +22,7 @@ from outrider.kernels.model.expert_matrix import (
     expert_of,
     layers_in_first,
 )
-from outrider.kernels.model.expert_tiles import tiles_reference
+from outrider.kernels.model.expert_tiles import tiles_of, tiles_reference
 from outrider.kernels.model.experts import (
     activations_by_expert,
     add_by_expert,
@@ -242,25 +242,31 @@ def test_every_pair_is_in_one_tile_of_its_expert(
         inside = tile[tile < num_pairs]
         assert (got.ids.flatten()[inside.long()] == expert).all()
         assert (expert < 8) == bool(len(inside))
-    # More rows than one program holds are listed by several; the interpreter runs them in turn.
-    is_quick = DEVICE.type == "cuda" or num_rows < 100
-    for at_once in (8, 32, 64) if is_quick else (64,):
-        monkeypatch.setattr(expert_tiles, "AT_ONCE", at_once)
-        many = route(logits, Router(2))
-        assert all(map(torch.equal, (*got[:2], *got.tiles), (*many[:2], *many.tiles)))
+    monkeypatch.setattr(
+        expert_tiles, "_SLICE", 256
+    )  # of more ids, several programs list an expert's
+    many = route(logits, Router(2))
+    assert all(map(torch.equal, (*got[:2], *got.tiles), (*many[:2], *many.tiles)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="takes a minute in Triton's interpreter")
+def test_slices_are_more_than_a_program_counts_at_once() -> None:
+    ids = torch.randint(-1, 300, (9000, 8), dtype=torch.int32, device=DEVICE)
+    assert all(map(torch.equal, tiles_of(ids, 300), tiles_reference(ids, 300)))
 
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("num_real", "at_once"),
-    # Nobody is real, or all are; one program lists the pairs, or several do.
-    [(0, 8), (17, 8), (40, 8), (1, 8192), (17, 8192)],
+    ("num_real", "num_rows"),
+    # Nobody is real, or all are; one program lists an expert's pairs, or several do.
+    [(0, 40), (17, 40), (40, 40), (1, 200), (130, 200)],
 )
 def test_padding_rows_have_no_experts_and_change_nothing(
-    num_real: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+    num_real: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_tiles, "AT_ONCE", at_once)
-    experts, x, logits = make_plain(7, 64, 48), randn(40, 64), randn(40, 7)
+    monkeypatch.setattr(expert_tiles, "_SLICE", 256)
+    experts, x, logits = make_plain(7, 64, 48), randn(num_rows, 64), randn(num_rows, 7)
     routing = route(logits, Router(3), torch.tensor([num_real], device=DEVICE))
     assert (routing.ids[num_real:] == -1).all()
     assert (routing.weights[num_real:] == 0).all()
