@@ -7,7 +7,7 @@ from verification import HAS_KERNELS
 
 from outrider.kernels.model.sigmoid_gate import gate_heads, gate_rows
 
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}  # of float16 the last bit
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}  # of float16 the last two bits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
