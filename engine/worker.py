@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from .memory.budget import Budget
 from .memory.host_tier import PageCopies
 from .memory.spec import PagedSpec
 from .models.batch_invariance import alike_thread_counts
+from .models.checkpoint import ReportCounts
 from .models.compiled_decoder import CompiledDecoder
 from .models.groups import grouped
 from .models.network import Pass, short_batches
@@ -141,17 +142,24 @@ class Worker:
     @torch.inference_mode()
     def compile(self, report: ReportProgress) -> None:
         """Compile the kernels of steps over the dummy page, so that no request waits for one."""
-        report("compiling kernels", 0, 1)
+        report("compiling kernels", 0, 0)
         ranks = self.followers
         with nullcontext() if ranks is None else ranks.compiling(self._most_rows, report):
-            self._compile()
+            self._compile(partial(report, "compiling kernels"))
 
-    def _compile(self) -> None:
+    def _compile(self, report: ReportCounts) -> None:
         target = self.pair.target
         num_rows = 2 * (self.slots.max_drafts + 1)
         logits = torch.zeros(num_rows, target.vocab_size, dtype=target.dtype, device=self.device)
         warm_ups = (*self.verifier.warm_ups(logits), *self.proposer.warm_ups())
-        compile_together((*warm_ups, self.rehearse, *self.short_steps()), self.device)
+        launches = *warm_ups, self.rehearse, *self.short_steps()
+
+        def counted() -> Iterator[Callable[[], object]]:
+            for done, launch in enumerate(launches):
+                report(done, len(launches))
+                yield launch
+
+        compile_together(counted(), self.device)
 
     def short_steps(self) -> list[Callable[[], None]]:
         """Small steps over dummy sequences that together launch every kernel."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.kernels.compiling import compile_together
 from outrider.kernels.model.batch_invariant_attention import rows_at_once, same_rows, sums_alike
+from outrider.kernels.model.batch_invariant_linear import own_products
 from outrider.kernels.model.packed_linear import has_products
 
 from ..api import ignore_progress
@@ -17,7 +18,7 @@ from .decoder import Decoder
 from .network import Network
 from .one_prompt import PAGE, num_pages_of, one_prompt
 from .proof import CHECKED_LENGTHS
-from .weights import Layer, Weight
+from .weights import Dense, Layer, Unrounded, Weight
 
 # Numbers of rows in which a prompt is computed, to compare with one pass over all of it: decodes,
 # verifications and prompts. A CPU's products were compared when they were packed, and are slow. On
@@ -59,6 +60,7 @@ def make_batch_invariant(
         total += len(network.linears)
         report(0, total)
         try:
+            compile_together(_own_products(network), network.device)
             network.change_linears(changed)
             _prove(network, ends, count_one)
         except Exception as reason:
@@ -70,6 +72,17 @@ def make_batch_invariant(
         report(0, total)
         _prove(network, ends, count_one)
     network.batch_invariant = True
+
+
+def _own_products(decoder: Decoder) -> list[Callable[[], Tensor]]:
+    """Calls that launch our own products of all layers, to compile those of all at once."""
+    found = {}  # by shape
+    for weight, bias, _ in decoder.linears:
+        if isinstance(weight, (Dense, Unrounded)):
+            matrix = weight.dequantised()
+            if matrix.element_size() == 2:
+                found[matrix.shape, bias is None] = own_products(matrix, bias)
+    return [call for calls in found.values() for call in calls]
 
 
 def _ends(network: Network) -> list[int]:

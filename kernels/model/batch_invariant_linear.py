@@ -8,7 +8,7 @@ product, and the gate takes both halves after they are rounded.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -41,6 +41,16 @@ class LibraryRows(NamedTuple):
     in_parts: tuple[int, ...]
 
 
+def own_products(weight: Tensor, bias: Tensor | None) -> list[Callable[[], Tensor]]:
+    """Calls that launch all that `library_rows` does of our own kernels, to compile them ahead.
+
+    Shape: weight [N, K], bias [N].
+    """
+    x, splits = weight.new_empty(max(_OWN_ROWS), weight.shape[1]), parts_of(weight)
+    whole = [partial(product, x[:n], weight, bias) for n in _OWN_ROWS]
+    return [*whole, *(partial(product_parts, x[:n], weight, splits) for n in _OWN_ROWS)]
+
+
 @torch.inference_mode()
 def library_rows(weight: Tensor, bias: Tensor | None) -> LibraryRows:
     """Find out for how many rows the library may multiply by this weight.
@@ -69,9 +79,7 @@ def _library_rows(
     is_aligned = num_out % 8 == num_in % (8 * splits) == 0
     counts = [n for n in _LIBRARY_ROWS if is_aligned and n * num_out * splits <= _MAX_OUTPUTS]
     x = randn(max((*counts, *_OWN_ROWS)), num_in)
-    whole = [partial(product, x[:n], weight, bias) for n in (*_OWN_ROWS, len(x))]
-    in_parts = [partial(product_parts, x[:n], weight, splits) for n in (*_OWN_ROWS, len(x))]
-    compile_together([*whole, *in_parts], device)
+    compile_together(own_products(weight, bias), device)
     plain, parts = product(x, weight, bias), product_parts(x, weight, splits)
     for n in _OWN_ROWS:
         if not (

@@ -9,6 +9,7 @@ import torch
 from engines import engine_config
 from tiny_models import DEVICE, VOCAB
 
+from outrider.engine import worker
 from outrider.engine.engine import Engine
 from outrider.engine.models import attention
 from outrider.engine.models.network import captured_shapes, short_batches
@@ -33,6 +34,19 @@ def test_warming_up_touches_no_sequence(tiny_model: Callable[..., Path], propose
             warm_up()
     assert torch.equal(before[0], state.token_ids[:2])
     assert torch.equal(before[1], state.num_tokens[:2])
+
+
+def test_what_is_compiled_is_counted(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(engine_config(tiny_model(), max_num_seqs=2))
+    reported: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(worker, "compile_together", lambda launches, device: [*launches])
+    engine.worker.compile(lambda *counts: reported.append(counts))
+    total = reported[-1][2]
+    assert total > 2
+    counts = [("compiling kernels", done, total) for done in range(total)]
+    assert reported == [("compiling kernels", 0, 0), *counts]
 
 
 def test_prompts_are_tried_by_their_kernel_where_pages_are_bound(

@@ -2,6 +2,7 @@
 
 import fcntl
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from verification import DEVICE
 
 from outrider.kernels._dispatch import num_stages_of, shared_bytes
@@ -20,6 +22,8 @@ from outrider.kernels.compiling import (
     compiling_alone,
     launches_compile_only,
 )
+from outrider.kernels.model import product
+from outrider.kernels.model.batch_invariant_linear import own_products
 from outrider.kernels.triton_or_none import tl, triton
 
 needs_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
@@ -169,3 +173,26 @@ def test_a_gpu_is_asked_for_its_properties_once_not_at_every_launch(
     finally:
         shared_bytes.cache_clear()
     assert asked == [63]
+
+
+@pytest.mark.parametrize("shape", [(6144, 2048), (128, 512), (512, 12288)])
+def test_products_compiled_ahead_have_all_tiles(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, most = torch.empty(shape, dtype=torch.bfloat16), 4096
+    tile_of, tiles = product._tile, list[object]()
+
+    def noted(x: Tensor, weight: Tensor, share: int, num_splits: int) -> dict[str, int]:
+        tile = tile_of(x, weight, share, num_splits)
+        tiles.append((tile, share))
+        return tile
+
+    monkeypatch.setattr(product, "_tile", noted)
+    monkeypatch.setattr(product, "_product_kernel", defaultdict(lambda: lambda *_, **__: None))
+    for launch in own_products(weight, None):
+        launch()
+    splits, x = product.parts_of(weight), torch.empty(most, shape[1], dtype=torch.bfloat16)
+    for num_rows in range(1, most + 1):
+        for num_splits in (1, splits):
+            share = shape[1] // num_splits
+            assert (tile_of(x[:num_rows], weight, share, num_splits), share) in tiles
