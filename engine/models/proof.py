@@ -8,7 +8,7 @@ layer is compared by itself and errors do not add up.
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,12 +22,13 @@ from outrider.kernels.compiling import compile_together
 from outrider.kernels.model.rms_norm import rms_norm
 
 from ..api import ignore_progress
-from .attention import ForwardBatch
+from .attention import ForwardBatch, PagedAttention
 from .blocks import Block
 from .checkpoint import AnyCheckpoint, Lent, ReportCounts
 from .decoder import Decoder
 from .model_classes import AutoModelForCausalLM
 from .one_prompt import PAGE, num_pages_of, one_prompt
+from .parts.base import Part
 
 # Rows of a prompt, of a decode and of a verification: each runs other kernels.
 _NUM_NEARBY = 4  # inputs that show how a layer enlarges rounding
@@ -210,6 +211,8 @@ def why_different(
     originals += original.run(batches[1:], choosers, count)
     cases = list(zip(batches, originals, strict=True))
     of_length = {len(batch.input_ids): (batch, theirs) for batch, theirs in cases}
+    # Binding tries the kernel for prompts, which must run for that: none does while all compile.
+    _bind(parts, originals[0].states[0])
     launches = [partial(_launch, decoder, *case) for case in of_length.values()]
     compile_together(launches, decoder.device)
     return next((name for case in cases for name in _differences(decoder, *case, count)), None)
@@ -286,10 +289,8 @@ def _agrees(block: Block, x: Tensor, expected: Tensor, batch: ForwardBatch) -> b
 
 def _through(block: Block, x: Tensor, batch: ForwardBatch) -> Tensor:
     """The rows behind a block, over pages and states of their own. Shape: [T, hidden] float32."""
-    attentions = [part.attention for part in block.parts if part.attention is not None]
     states = [part.state for part in block.parts if part.state is not None]
-    for attention in attentions:
-        attention.bind_pages(num_pages_of(len(x)), PAGE, x.dtype, x.device, x.dtype)
+    attentions = _bind(block.parts, x)
     for state in states:
         num_bytes = state.num_bytes(0, x.dtype)
         memory = torch.zeros(1, num_bytes, dtype=torch.uint8, device=x.device)
@@ -301,6 +302,14 @@ def _through(block: Block, x: Tensor, batch: ForwardBatch) -> Tensor:
     for state in states:
         state.free()
     return got.float()
+
+
+def _bind(parts: Iterable[Part], x: Tensor) -> list[PagedAttention]:
+    """Bind pages for these rows to those parts that have attention, and return it."""
+    attentions = [part.attention for part in parts if part.attention is not None]
+    for attention in attentions:
+        attention.bind_pages(num_pages_of(len(x)), PAGE, x.dtype, x.device, x.dtype)
+    return attentions
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -1,6 +1,6 @@
 """Kernels are compiled before there are requests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -10,8 +10,10 @@ from engines import engine_config
 from tiny_models import DEVICE, VOCAB
 
 from outrider.engine import worker
+from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
-from outrider.engine.models import attention
+from outrider.engine.models import attention, proof
+from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import captured_shapes, short_batches
 from outrider.engine.state.slots import Slots
 
@@ -69,6 +71,30 @@ def test_prompts_are_tried_by_their_kernel_where_pages_are_bound(
     own = {(attention.heads, 16) for attention in engine.worker.pair.target.attentions}
     page = engine.worker.pair.page_size
     assert {(args[0], args[1]) for args in tried} >= {(heads, page) for heads, _ in own}
+
+
+def test_prompts_are_tried_by_their_kernel_where_kernels_run(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While kernels compile none runs, and what it should have written would seem to be wrong."""
+    tried: set[tuple[object, ...]] = set()
+    is_compiling = False
+
+    def call_all(warm_ups: Iterable[Callable[[], object]], device: torch.device) -> None:
+        nonlocal is_compiling
+        is_compiling = True
+        for warm_up in warm_ups:
+            warm_up()
+        is_compiling = False
+
+    def try_kernel(*args: object) -> None:
+        assert args in tried or not is_compiling
+        tried.add(args)
+
+    monkeypatch.setattr(attention, "try_prompt_attention", try_kernel)
+    monkeypatch.setattr(proof, "compile_together", call_all)
+    load_network(ModelConfig(path=str(tiny_model("mistral")), dtype="float32"), DEVICE)
+    assert tried
 
 
 @pytest.mark.parametrize("rows_per_seq", [1, 4, 5, 9])
