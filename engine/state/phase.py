@@ -108,8 +108,10 @@ class Phase(Generic[Output]):
                 lambda: self._body(integers, shape, *tensors), pool, is_prepared=is_prepared
             )
         except RuntimeError as error:
-            if self._needs_all_graphs or not _is_full(error):
+            if not _is_full(error):
                 raise
+            if self._needs_all_graphs:
+                raise torch.OutOfMemoryError(str(error)) from error
         else:
             self._prepared.add(shape)
             self.captured[shape] = Captured(graph, integers, tuple(tensors), output)
