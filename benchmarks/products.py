@@ -19,6 +19,7 @@ from outrider.kernels.model.linear import add_linear, linear
 from outrider.kernels.model.narrow_linear import add_narrow_linear, narrow_linear
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix, round_to_fp8
 from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.scaled_linear import add_scaled_linear, scaled_linear
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 1024, 4096)
 
@@ -40,16 +41,17 @@ def nvfp4(num_out: int, num_in: int) -> NarrowMatrix:
     return narrow_matrix("nvfp4", codes, scale, group=16, factor=factor)
 
 
-def fp8_blocks(num_out: int, num_in: int) -> NarrowMatrix:
+def fp8_blocks(num_out: int, num_in: int, *, rounds_inputs: bool = False) -> NarrowMatrix:
     codes = plain(num_out, num_in).to(torch.float8_e4m3fn)
     scale = torch.rand(num_in // 128, num_out // 128, device=DEVICE)
-    return narrow_matrix("fp8", codes, scale, group=128, rows=128)
+    return narrow_matrix("fp8", codes, scale, group=128, rows=128, rounds_inputs=rounds_inputs)
 
 
 MAKERS: dict[str, Callable[[int, int], Tensor | NarrowMatrix]] = {
     "bfloat16": plain,
     "fp8": lambda num_out, num_in: round_to_fp8(plain(num_out, num_in)),
     "fp8 blocks": fp8_blocks,
+    "w8a8 blocks": partial(fp8_blocks, rounds_inputs=True),
     "int4": int4,
     "nvfp4": nvfp4,
 }
@@ -62,12 +64,15 @@ def num_bytes(matrix: Tensor | NarrowMatrix) -> int:
 def call(
     matrix: Tensor | NarrowMatrix, x: Tensor, residual: Tensor, norm: Norm, layer: str
 ) -> object:
-    is_plain = isinstance(matrix, Tensor)
+    multiply: Callable[..., Tensor] = narrow_linear
+    add: Callable[..., object] = add_narrow_linear
+    if isinstance(matrix, Tensor):
+        multiply, add = linear, add_linear
+    elif matrix.rounds_inputs:
+        multiply, add = scaled_linear, add_scaled_linear
     if layer in ("output", "down"):
-        add = add_linear if is_plain else add_narrow_linear
-        return add(residual, x, matrix, norm=norm)  # type: ignore[arg-type]
-    multiply = linear if is_plain else narrow_linear
-    return multiply(x, matrix, gated=layer == "gate_up")  # type: ignore[arg-type]
+        return add(residual, x, matrix, norm=norm)
+    return multiply(x, matrix, gated=layer == "gate_up")
 
 
 def main() -> None:
@@ -89,7 +94,7 @@ def main() -> None:
         "down": (args.hidden, args.intermediate),
     }
     print(
-        f"{'format':>10} {'rows':>5}  " + "  ".join(f"{layer:>14}" for layer in layers) + "   sum"
+        f"{'format':>11} {'rows':>5}  " + "  ".join(f"{layer:>14}" for layer in layers) + "   sum"
     )
     norm = Norm(torch.ones(args.hidden, dtype=torch.bfloat16, device=DEVICE), 1e-6)
     for name in args.formats:
@@ -110,7 +115,7 @@ def main() -> None:
                 floors.append(num_bytes(matrices[layer][0]) / args.tb_per_s / 1e6)
             cells = (f"{t:7.1f} ({f:4.1f})" for t, f in zip(times, floors, strict=True))
             print(
-                f"{name:>10} {num_rows:5d}  "
+                f"{name:>11} {num_rows:5d}  "
                 + "  ".join(f"{cell:>14}" for cell in cells)
                 + f"  {sum(times):6.1f} ({sum(floors):.1f})",
                 flush=True,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import converts_fp8
+from outrider.kernels.model.block_scaled_trial import try_block_scaled_product
 from outrider.kernels.model.narrow_linear import add_narrow_linear, narrow_linear
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, round_to_fp8
 from outrider.kernels.model.rms_norm import Norm
@@ -52,11 +53,12 @@ class Scaled(Narrow):
     input_eps = 2**-8
 
     def __init__(self, matrix: NarrowMatrix, dtype: torch.dtype) -> None:
-        """`dtype` is the model's."""
+        """`dtype` is the model's. Finds out by which kernel many rows are multiplied."""
         assert matrix.row_format is not None
         super().__init__(matrix, dtype, batch_invariant=True)
         self.format = f"{matrix.kind} (inputs too)"
         self._row_format = matrix.row_format
+        try_block_scaled_product(matrix, dtype)
 
     def before(self, norm: Norm) -> Norm:
         return norm._replace(rounds=self._row_format)

@@ -152,7 +152,9 @@ def _narrow_kernel(
     """
     start_next_kernel(DEPENDENT)
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    tile_m, tile_n = tile_of_program(tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_out, OUTS), TOGETHER)
+    tile_m, tile_n = tile_of_program(
+        tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_out, OUTS), TOGETHER
+    )
     row = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     i = tl.arange(0, BLOCK_N)
     n = tile_n * OUTS + i % OUTS

@@ -137,7 +137,7 @@ def _product_kernel(
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     EVEN: tl.constexpr = SHARE % BLOCK_K == 0
     block, row_block = tile_of_program(
-        tl.cdiv(num_out, OUTS), tl.cdiv(num_rows, BLOCK_M), _TOGETHER
+        tl.program_id(0), tl.cdiv(num_out, OUTS), tl.cdiv(num_rows, BLOCK_M), _TOGETHER
     )
     split = tl.program_id(1)
     m = row_block * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]

@@ -3,7 +3,7 @@
 A program has two warpgroups, each of which computes 64 rows, and a few warps that copy keys and
 values into shared memory some blocks ahead. A warpgroup's tensor cores multiply the next block's
 keys and this block's values while the warpgroup computes weights (FlashAttention-3,
-arXiv:2407.08608). Triton cannot say that much, so this is written in Gluon, its lower level.
+arXiv:2407.08608).
 
 A row is summed as `paged_attention` does it, over the same blocks and splits in the same order, so
 its bits are the same.
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from .._dispatch import num_programs
-from ..triton_or_none import HAS_GLUON, TensorDescriptor, gl, gluon, hopper
+from ..triton_or_none import TensorDescriptor, gl, gluon, hopper
 from .attention_items import PROMPT_ROWS, WIDTH, AttentionItems, split_of, start_of
 from .fp8 import as_bytes
-from .prompt_blocks import AHEAD, BLOCK, barriers_of, item_of, load_blocks, tokens_of
+from .prompt_blocks import AHEAD, BLOCK, item_of, load_blocks, tokens_of
 from .softmax_sums import LOG2_E, add
+from .warpgroups import barriers_of, has_warpgroups
 
 mbarrier = hopper.mbarrier
 
@@ -45,12 +46,6 @@ class Variant(NamedTuple):
 
 # Variants that do not work on this machine; `prompt_trial` finds them out.
 failed: set[Variant] = set()
-
-
-def has_warpgroups(device: torch.device) -> bool:
-    """Whether it is a Hopper GPU, and Triton of a version that can use its warpgroups."""
-    is_gpu = HAS_GLUON and device.type == "cuda"
-    return is_gpu and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def is_for(

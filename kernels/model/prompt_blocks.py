@@ -14,15 +14,6 @@ AHEAD = gl.constexpr(2)  # blocks in FP8 that are on their way
 
 
 @gluon.jit
-def barriers_of(NUM: gl.constexpr, COUNT: gl.constexpr):
-    """For each stage a barrier, which COUNT arrivals open."""
-    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM):
-        mbarrier.init(barriers.index(i), count=COUNT)
-    return barriers
-
-
-@gluon.jit
 def item_of(turn):
     """The item of a program's turn: they come longest first, so every other round goes back."""
     place = gl.program_id(0)

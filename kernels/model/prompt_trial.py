@@ -1,12 +1,11 @@
 """Tries at start whether `prompt_attention` works on the GPU at hand.
 
-It is written for some versions of Triton, and its copies need a driver that knows them. What fails
-there must not end a server: such layers then take the kernel of other GPUs, which sums in the same
-order.
+If not, layers take the kernel of other GPUs, which sums in the same order.
 """
 
 import functools
 import logging
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +13,8 @@ from torch import Tensor
 from .attention_items import list_items
 from .attention_reference import paged_attention_reference, whole_block
 from .batch_invariant_attention import Heads, random_layer
-from .prompt_attention import Variant, failed, has_warpgroups, is_for, prompt_attention
+from .prompt_attention import Variant, failed, is_for, prompt_attention
+from .warpgroups import fault_of, has_warpgroups
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +42,7 @@ def try_prompt_attention(
     window = heads.window and min(heads.window, _TOKENS // 3)
     if not is_for(query, keys, values, window, sinks):
         return
-    try:
-        error = _error(heads, window, *layer)
-        reason = "" if error < _MOST_ERROR else f"its results are wrong by {error:.1%}"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as raised:  # of the compiler, the assembler or the driver
-        reason = f"{type(raised).__name__}: {str(raised).strip()}".splitlines()[0]
-    if reason:
+    if reason := fault_of(partial(_error, heads, window, *layer), _MOST_ERROR):
         failed.add(Variant.of(query, keys, window, sinks))
         log.warning(
             "heads of %d attend to prompts by a slower kernel, since that for Hopper GPUs does not "

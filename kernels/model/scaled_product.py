@@ -3,8 +3,9 @@
     y[t, n] = sum over groups of scale_x[t] * scale_w[n] * sum over the group of code_x * code_w
 
 Nothing is converted, so many rows take half the time of 16-bit numbers. An output is summed in one
-order, however many rows there are. Tensor cores add products of e4m3 with some 14 bits, as the
-library does for speed: an error of 0.3% of a result, a tenth of what rounding its inputs costs.
+order, however many rows there are, also where `block_scaled_product` multiplies them. Tensor cores
+add products of e4m3 with some 14 bits, as the library does for speed: an error of 0.3% of a result,
+a tenth of what rounding its inputs costs.
 """
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from .._dispatch import num_programs, num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
+from .block_scaled_product import block_scaled_product, is_for
 from .narrow_matrix import NarrowMatrix
 from .row_codes import RowCodes
 from .silu_mul import silu
@@ -20,7 +22,7 @@ from .tiles import BLOCK_N, num_splits_of, tile_of_program
 _BLOCK_K = 128
 _AHEAD = 512  # inputs whose codes a program loads before its rows are there
 _AHEAD_ROWS = 32  # with more rows it does not: registers and shared memory hold no more
-_MANY_ROWS = 256
+_MANY_ROWS = 256  # more of them are multiplied in larger tiles, or by another kernel
 _TOGETHER = tl.constexpr(8)  # blocks of outputs whose programs run together and share rows of x
 
 
@@ -49,6 +51,9 @@ def scaled_product(
     assert out.is_contiguous()
     num_rows, width = x.codes.shape
     num_out = out.shape[-1]
+    if num_rows > _MANY_ROWS and is_for(matrix, num_splits=num_splits, gated=gated):
+        block_scaled_product(out, x, matrix, bias, num_splits=num_splits, gated=gated, adds=adds)
+        return
     in_parts, share, num_groups = out.ndim == 3, width // num_splits, len(matrix.scale)
     is_even = share % _BLOCK_K == 0
     # Whether or not they are loaded ahead, these are summed last: any tile must sum in one order.
@@ -146,7 +151,7 @@ def _scaled_kernel(
     start_next_kernel(DEPENDENT)
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     block, row_block = tile_of_program(
-        tl.cdiv(num_out, OUTS), tl.cdiv(num_rows, BLOCK_M), _TOGETHER
+        tl.program_id(0), tl.cdiv(num_out, OUTS), tl.cdiv(num_rows, BLOCK_M), _TOGETHER
     )
     split = tl.program_id(1)
     m = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -221,7 +226,8 @@ def _share(
             x_scale = tl.load(x_scale_at + group, mask=is_row, other=0.0)
             scale = tl.load(scale_at + group * scale_stride, mask=is_out, other=0.0)
             part = tl.dot(codes, x, out_dtype=SUM)
-            total += part.to(tl.float32) * scale.to(tl.float32)[:, None] * x_scale[None, :]
+            both = scale.to(tl.float32)[:, None] * x_scale[None, :]
+            total = tl.fma(part.to(tl.float32), both, total)
     if AHEAD:
         total = tl.dot(codes_ahead, x_ahead, total, out_dtype=SUM)
     if NUM_GROUPS == 1:

@@ -25,13 +25,12 @@ def num_splits_of(
 
 
 @triton.jit
-def tile_of_program(num_m, num_n, TOGETHER: tl.constexpr):
-    """The tile (m, n) of this program, of num_m * num_n tiles.
+def tile_of_program(program, num_m, num_n, TOGETHER: tl.constexpr):
+    """The tile (m, n) of a program, of num_m * num_n tiles.
 
     TOGETHER programs in a row share n, and the next as many the same tiles m. So what they read
     stays in the L2 cache.
     """
-    program = tl.program_id(0)
     first = program // (TOGETHER * num_n) * TOGETHER
     together = tl.minimum(num_m - first, TOGETHER)
     program = program % (TOGETHER * num_n)

@@ -12,10 +12,11 @@ from tiny_models import DEVICE, VOCAB
 from outrider.engine import worker
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
-from outrider.engine.models import attention, proof
+from outrider.engine.models import attention, narrow_weight, proof
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import captured_shapes, short_batches
 from outrider.engine.state.slots import Slots
+from outrider.kernels.model.narrow_matrix import round_to_fp8
 
 
 @pytest.mark.parametrize("proposer", ["draft_model", "suffix"])
@@ -95,6 +96,16 @@ def test_prompts_are_tried_by_their_kernel_where_kernels_run(
     monkeypatch.setattr(proof, "compile_together", call_all)
     load_network(ModelConfig(path=str(tiny_model("mistral")), dtype="float32"), DEVICE)
     assert tried
+
+
+def test_prompts_in_fp8_are_tried_by_their_kernel_where_a_matrix_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[tuple[object, ...]] = []
+    monkeypatch.setattr(narrow_weight, "try_block_scaled_product", lambda *args: tried.append(args))
+    matrix = round_to_fp8(torch.zeros(16, 16), rounds_inputs=True)
+    narrow_weight.Scaled(matrix, torch.bfloat16)
+    assert tried == [(matrix, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("rows_per_seq", [1, 4, 5, 9])

@@ -25,9 +25,10 @@ from outrider.kernels.model.prompt_attention import is_for
 from outrider.kernels.model.relu_squared import relu_squared
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.routing import Routing
-from outrider.kernels.model.row_codes import round_rows
+from outrider.kernels.model.row_codes import RowCodes, round_rows
 from outrider.kernels.model.rows import BatchRows
 from outrider.kernels.model.scaled_linear import scaled_linear
+from outrider.kernels.model.scaled_product import scaled_product
 from outrider.kernels.model.sigmoid_gate import gate_heads, gate_rows
 from outrider.kernels.model.split_product import PeerParts, add_parts
 from outrider.kernels.model.state_layer import (
@@ -204,6 +205,50 @@ def scaled(num_out: int, num_rows: int) -> None:
     scaled_linear(empty(num_rows, 4096), matrix._replace(rounds_inputs=True))
 
 
+def in_blocks(
+    num_rows: int,
+    num_splits: int = 1,
+    *,
+    gated: bool = False,
+    adds: bool = False,
+    has_bias: bool = False,
+) -> None:
+    num_in, num_out, float32 = 2048, 512, torch.float32
+    scale = empty(num_in // 128, num_out // 128, dtype=float32)
+    codes = empty(num_out, num_in, dtype=torch.float8_e4m3fn)
+    matrix = NarrowMatrix("fp8", codes, scale, None, num_in, 128, 128, rounds_inputs=True)
+    x = empty(num_rows, num_in, dtype=torch.float8_e4m3fn)
+    rows = RowCodes(x, empty(num_rows, num_in // 128, dtype=float32), torch.bfloat16)
+    out, bias = empty(num_rows, num_out // 2 if gated else num_out), empty(num_out)
+    scaled_product(
+        out, rows, matrix, bias if has_bias else None, num_splits=num_splits, gated=gated, adds=adds
+    )
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
+@pytest.mark.parametrize(
+    ("num_splits", "gated", "adds", "has_bias"),
+    [
+        (1, True, False, False),
+        deep(1, True, False, True),
+        deep(1, False, False, False),
+        deep(1, False, True, True),
+        deep(4, False, True, True),
+    ],
+)
+def test_sums_of_blocks_stay_in_registers(
+    num_splits: int, gated: bool, adds: bool, has_bias: bool
+) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        in_blocks(300, num_splits, gated=gated, adds=adds, has_bias=has_bias)
+    (kernel,) = kernels
+    assert "warp_specialize" in kernel.asm["ttgir"]
+    assert kernel.metadata.shared <= machine_code.H100.shared_bytes
+    code = machine_code.disassembled(kernel)
+    assert re.search(r"\bQGMMA\b", code)
+    assert not re.search(r"\b(STL|LDL)\b", code), "registers are spilled"
+
+
 def attention(
     num_seqs: int, rows_each: int, batch_invariant: bool, dtype: torch.dtype = torch.bfloat16
 ) -> None:
@@ -359,6 +404,7 @@ GPUS = [
         (narrow, [("int4", 200), ("int8", 1)]),
         (narrow, [("fp8", 64)]),
         (scaled, [(6144, 1), (24576, 128), (6144, 300)]),
+        (in_blocks, [(1,), (300,)]),
         (attention, [(1, 4, False), (2, 300, True)]),
         (experts, [(None, 16), ("fp4", 128)]),
         (norms, [(5000,)]),
@@ -370,7 +416,7 @@ GPUS = [
 def test_kernels_compile_for_every_gpu_and_fit_into_its_shared_memory(
     gpu: machine_code.Gpu, launch: Callable[..., None], cases: list[tuple[Any, ...]]
 ) -> None:
-    if gpu.capability < (8, 9) and (launch is scaled or cases == [("fp8", 64)]):
+    if gpu.capability < (8, 9) and (launch in (scaled, in_blocks) or cases == [("fp8", 64)]):
         pytest.skip("checkpoints in FP8 are refused there")
     with machine_code.launches(gpu) as kernels:
         for case in cases:

@@ -1,4 +1,4 @@
-"""Runs the kernel of prompts, which is written in Gluon, in plain torch: Triton interprets none.
+"""Runs kernels that are written in Gluon in plain torch: Triton interprets none.
 
 Its warpgroups take turns, in an order drawn by a seed. What is asynchronous on a GPU takes its
 time: a copy fills its part of shared memory when the scheduler draws it, and until then there is
@@ -13,12 +13,27 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.kernels.model import prompt_attention, prompt_blocks, softmax_sums
+from outrider.kernels.model import (
+    block_scaled_product,
+    prompt_attention,
+    prompt_blocks,
+    silu_mul,
+    softmax_sums,
+    tiles,
+    warpgroups,
+)
 
-# As they are before a test puts something in place of the kernel.
-_MODULES = [dict(vars(module)) for module in (softmax_sums, prompt_blocks, prompt_attention)]
+# Kernels, each with what it is made of, as it is before a test puts something in its place.
+_MODULES = {
+    name: [dict(vars(module)) for module in (*others, warpgroups, own)]
+    for name, own, *others in (
+        ("_prompt_attention_kernel", prompt_attention, softmax_sums, prompt_blocks),
+        ("_block_scaled_kernel", block_scaled_product, silu_mul, tiles),
+    )
+}
 
 
 class DeadlockError(AssertionError):
@@ -113,10 +128,14 @@ class Product:
         if self._result is None:
             left, right = self._read()
             for before, now in zip(self._before, (left, right), strict=True):
-                is_same = torch.equal(before.view(torch.int16), now.view(torch.int16))
+                is_same = torch.equal(_bytes(before), _bytes(now))
                 assert is_same, "shared memory changes while it is multiplied"
             self._result = self._acc + left.float() @ right.float()
         return self._result
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
 
 
 class Warps(threading.Thread):
@@ -184,19 +203,22 @@ class Program:
 
 
 class Kernel:
-    """In place of `_prompt_attention_kernel`."""
+    """In place of a kernel; by default that of prompts."""
 
-    def __init__(self, num_programs: int, seed: int = 0) -> None:
-        self._num_programs, self._seed = num_programs, seed
+    def __init__(
+        self, num_programs: int, seed: int = 0, name: str = "_prompt_attention_kernel"
+    ) -> None:
+        self._num_programs, self._seed, self._name = num_programs, seed, name
         self.num_launches = 0
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*args: Any, num_warps: int, **constants: Any) -> None:
             self.num_launches += 1
+            constants.pop("enable_fp_fusion", None)
             given = [Pointer(_flat(x)) if isinstance(x, Tensor) else x for x in args]
             for i in range(self._num_programs):
-                run = _interpreted(Program(i, self._num_programs, self._seed + i))
-                run["_prompt_attention_kernel"](*given, **constants)
+                run = _interpreted(Program(i, self._num_programs, self._seed + i), self._name)
+                run[self._name](*given, **constants)
 
         return launch
 
@@ -207,8 +229,8 @@ def _flat(x: Tensor) -> Tensor:
     return torch.as_strided(x, (size,), (1,))
 
 
-def _interpreted(program: Program) -> dict[str, Any]:
-    """The functions of the kernel, over stand-ins for Gluon's."""
+def _interpreted(program: Program, kernel: str) -> dict[str, Any]:
+    """The functions of a kernel, over stand-ins for Gluon's."""
     gl = _language(program)
     barriers = SimpleNamespace(
         MBarrierLayout=lambda: "barriers",
@@ -223,7 +245,9 @@ def _interpreted(program: Program) -> dict[str, Any]:
         rows, columns = part.shape
         assert cache.block_shape == [rows, columns]
         source = cache.base[row : row + rows, column : column + columns]
-        part.store(torch.full(part.shape, 255 if source.dtype == torch.uint8 else torch.nan))
+        source = F.pad(source.view(torch.uint8), (0, 0, 0, rows - len(source))).view(source.dtype)
+        is_bytes = source.dtype == torch.uint8
+        part.store(torch.full(part.shape, 255 if is_bytes else torch.nan).to(source.dtype))
 
         def arrive() -> None:
             part.store(source)
@@ -246,7 +270,7 @@ def _interpreted(program: Program) -> dict[str, Any]:
         "from_e4m3": _from_e4m3,
     }
     scopes = []
-    for module in _MODULES:
+    for module in _MODULES[kernel]:
         scopes.append(scope := dict(module))
         for name, value in module.items():
             if name not in names and hasattr(value, "fn"):
@@ -334,12 +358,14 @@ def _language(program: Program) -> Any:
         constexpr=int,
         int64=torch.int64,
         uint8=torch.uint8,
+        float8e4nv=torch.float8_e4m3fn,
         float32=torch.float32,
         NVMMADistributedLayout=layout,
         NVMMASharedLayout=layout,
         BlockedLayout=layout,
         SliceLayout=layout,
         DotOperandLayout=layout,
+        SwizzledSharedLayout=layout,
         static_range=range,
         program_id=lambda axis: program.number,
         num_programs=lambda axis: program.total,
@@ -353,7 +379,13 @@ def _language(program: Program) -> Any:
         where=lambda which, a, b: torch.where(torch.as_tensor(which), a, b),
         max=lambda x, axis: x.amax(axis),
         maximum=maximum,
+        minimum=lambda a, b: min(int(a), int(b)),
+        cdiv=lambda a, b: -(-int(a) // int(b)),
+        exp=torch.exp,
         exp2=torch.exp2,
         fma=lambda a, b, c: a * b + c,
+        reshape=lambda x, shape: x.reshape(shape),
+        permute=lambda x, order: x.permute(order),
+        split=lambda x: x.unbind(-1),
         convert_layout=lambda x, layout: x,
     )

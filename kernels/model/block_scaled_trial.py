@@ -1,0 +1,81 @@
+"""Tries at load whether `block_scaled_product` works on the GPU at hand: whether rows among many
+have the bits that they have among few. If not, `scaled_product` multiplies many as it does few.
+"""
+
+import functools
+import logging
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..compiling import compile_together
+from .block_scaled_product import failed, is_for
+from .narrow_matrix import NarrowMatrix, narrow_matrix
+from .row_codes import RowCodes
+from .scaled_product import scaled_product
+from .warpgroups import fault_of
+
+log = logging.getLogger(__name__)
+
+_MANY_ROWS, _FEW_ROWS = 300, 200
+_NUM_IN, _NUM_OUT = 1024, 256
+_GROUP = 128
+
+
+def try_block_scaled_product(matrix: NarrowMatrix, dtype: torch.dtype) -> None:
+    """If it is for that matrix, multiply a few hundred rows of `dtype` by another one; if that
+    fails, log why, and let it be for none. To be called where kernels run: in no capture.
+    """
+    if is_for(matrix):
+        _try(matrix.codes.device, dtype)
+
+
+@functools.cache
+@torch.inference_mode()
+def _try(device: torch.device, dtype: torch.dtype) -> None:
+    if reason := fault_of(partial(_error, device, dtype), 0.0):
+        failed.add(device)
+        log.warning(
+            "prompts are multiplied by a slower kernel for FP8 in blocks, since that for Hopper "
+            "GPUs does not work here (%s)",
+            reason,
+        )
+
+
+def _error(device: torch.device, dtype: torch.dtype) -> float:
+    """The relative difference between rows among many and the same among few."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    def codes(num_rows: int) -> Tensor:
+        return randn(num_rows, _NUM_IN).clamp(-4, 4).mul(100).to(torch.float8_e4m3fn)
+
+    num_groups = _NUM_IN // _GROUP
+    scale = randn(num_groups, _NUM_OUT // _GROUP).abs() / 10_000
+    matrix = narrow_matrix(
+        "fp8", codes(_NUM_OUT), scale, group=_GROUP, rows=_GROUP, rounds_inputs=True
+    )
+    many = RowCodes(codes(_MANY_ROWS), randn(_MANY_ROWS, num_groups).abs() / 100, dtype)
+    few = RowCodes(many.codes[-_FEW_ROWS:], many.scale[-_FEW_ROWS:], dtype)
+    bias, residual = randn(_NUM_OUT).to(dtype), randn(_MANY_ROWS, _NUM_OUT).to(dtype)
+
+    def gated(x: RowCodes) -> Tensor:
+        out = residual.new_empty(len(x.codes), _NUM_OUT // 2)
+        scaled_product(out, x, matrix, bias, gated=True)
+        return out
+
+    def added(x: RowCodes) -> Tensor:
+        out = residual[-len(x.codes) :].clone()
+        scaled_product(out, x, matrix, bias, num_splits=2, adds=True)
+        return out
+
+    calls = [partial(multiply, x) for multiply in (gated, added) for x in (many, few)]
+    compile_together(calls, device)
+    outs = [call().float()[-_FEW_ROWS:] for call in calls]
+    return max(
+        float((among_many - among_few).norm() / among_few.norm())
+        for among_many, among_few in zip(outs[::2], outs[1::2], strict=True)
+    )
