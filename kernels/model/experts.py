@@ -35,7 +35,7 @@ from .split_product import add_parts
 
 # Parts of sums that are written before they are added. More would leave a GPU's cache.
 _MOST_PARTS_BYTES = 1 << 25
-_OUTPUTS_AT_ONCE = 512  # of a batch with more parts
+_OUTPUTS_AT_ONCE = 1024  # of a batch with more parts
 # (expert, its rows) -> their products with its matrix, plus its bias. [n, K] -> [n, N]
 ExpertProduct = Callable[[int, Tensor], Tensor]
 
