@@ -22,6 +22,12 @@ def converts_fp8(device: torch.device) -> bool:
 
 
 @functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU as the H100 and H200 are."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
 def shared_bytes(device: torch.device) -> int:
     """The most shared memory that a program can take: 227 KB on an H200, 99 KB on an RTX 4090."""
     # Kept, since every launch of a product asks: the driver takes up to a millisecond to list a

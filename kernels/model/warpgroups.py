@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from .._dispatch import is_hopper
 from ..triton_or_none import HAS_GLUON, gl, gluon, hopper
 
 mbarrier = hopper.mbarrier
@@ -15,8 +16,7 @@ mbarrier = hopper.mbarrier
 
 def has_warpgroups(device: torch.device) -> bool:
     """Whether it is a Hopper GPU, and Triton of a version that can use its warpgroups."""
-    is_gpu = HAS_GLUON and device.type == "cuda"
-    return is_gpu and torch.cuda.get_device_capability(device)[0] == 9
+    return HAS_GLUON and is_hopper(device)
 
 
 def fault_of(find_error: Callable[[], float], most: float) -> str:

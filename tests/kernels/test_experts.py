@@ -12,6 +12,7 @@ from verification import DEVICE, HAS_KERNELS
 
 from outrider.kernels.model import expert_tiles
 from outrider.kernels.model import experts as experts_module
+from outrider.kernels.model import experts_product as experts_product_module
 from outrider.kernels.model.e2m1 import MOST_EXPONENT
 from outrider.kernels.model.expert_matrix import (
     RELU_SQUARED,
@@ -374,13 +375,35 @@ def test_plain_matrices_of_any_width(width: int) -> None:
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 def test_tiles_of_every_size(size: int, is_plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_tiles, "_TILES", (size,))
-    experts, x = (make_plain if is_plain else make)(3, 64, 64), randn(50, 64)
-    routing = route(randn(50, 3), Router(2))
+    experts, x = (make_plain if is_plain else make)(3, 64, 64), randn(90, 64)
+    logits = randn(90, 3)
+    logits[:, 2] -= 1.5
+    routing = route(logits, Router(2))
     assert routing.tiles.pairs.shape[1] == size
+    if size == 128:  # of the tiles some are at most half full, others a little fuller
+        pairs = routing.tiles.pairs[routing.tiles.experts < 3]
+        assert set((pairs[:, 64] < 180).tolist()) == {True, False}
     residual = torch.zeros_like(x)
     add(residual, x, routing, experts)
     torch.testing.assert_close(
         residual.double(), by_formulas(x, routing, experts), rtol=1e-4, atol=1e-4
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("activation", [SILU, RELU_SQUARED])
+def test_wide_tiles_of_a_hopper_gpu(
+    activation: Activation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_tiles, "_TILES", (128,))
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(experts_product_module, "is_hopper", lambda _: True)
+    experts, x = make_plain(2, 256, 256, torch.float16, activation), randn(150, 256).half()
+    routing = route(randn(150, 2), Router(1))
+    residual = torch.zeros_like(x)
+    add(residual, x, routing, experts)
+    torch.testing.assert_close(
+        residual.double(), by_formulas(x, routing, experts), rtol=1e-2, atol=1e-2
     )
 
 
@@ -417,10 +440,13 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter's products are numpy's")
-@pytest.mark.parametrize("name", ["plain", "mxfp4", *sorted(NARROW)])
-def test_a_row_comes_out_the_same_in_any_company(name: str) -> None:
-    experts = make_of_bfloat16(name, 8, 960)
-    logits, x = randn(900, 8), randn(900, 960).bfloat16()
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [("plain", 1024), *((name, 960) for name in ["plain", "mxfp4", *sorted(NARROW)])],
+)
+def test_a_row_comes_out_the_same_in_any_company(name: str, width: int) -> None:
+    experts = make_of_bfloat16(name, 8, width)
+    logits, x = randn(900, 8), randn(900, width).bfloat16()
 
     def outputs(some: slice) -> torch.Tensor:
         out = torch.zeros_like(x[some])

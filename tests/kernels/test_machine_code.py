@@ -124,10 +124,11 @@ def test_plain_experts_are_multiplied_by_tensor_cores(
 ) -> None:
     with machine_code.launches(gpu) as kernels:
         int32 = torch.int32
-        first, down = (ExpertMatrix(empty(8 * 960, size), None, 8) for size in (512, 480))
+        # Of a Hopper GPU, the first has wide tiles and the second has not.
+        first, down = (ExpertMatrix(empty(8 * 1024, num_in), None, 8) for num_in in (2048, 480))
         tiles = ExpertTiles(empty(9, dtype=int32), empty(9, size, dtype=int32))
         routing = Routing(empty(50, 4, dtype=int32), empty(50, 4, dtype=torch.float32), tiles)
-        experts_product(empty(50, 512), routing, first, activation)
+        experts_product(empty(50, 2048), routing, first, activation)
         experts_product(empty(200, 480), routing, down, None)
     assert len(kernels) == 2
     for kernel in kernels:
