@@ -13,12 +13,12 @@ from ..compiling import compile_together
 from .block_scaled_product import failed, is_for
 from .narrow_matrix import NarrowMatrix, narrow_matrix
 from .row_codes import RowCodes
-from .scaled_product import scaled_product
+from .scaled_product import FEW_ROWS, scaled_product
 from .warpgroups import fault_of
 
 log = logging.getLogger(__name__)
 
-_MANY_ROWS, _FEW_ROWS = 300, 200
+_MANY_ROWS = 300
 _NUM_IN, _NUM_OUT = 1024, 256
 _GROUP = 128
 
@@ -59,7 +59,7 @@ def _error(device: torch.device, dtype: torch.dtype) -> float:
         "fp8", codes(_NUM_OUT), scale, group=_GROUP, rows=_GROUP, rounds_inputs=True
     )
     many = RowCodes(codes(_MANY_ROWS), randn(_MANY_ROWS, num_groups).abs() / 100, dtype)
-    few = RowCodes(many.codes[-_FEW_ROWS:], many.scale[-_FEW_ROWS:], dtype)
+    few = RowCodes(many.codes[-FEW_ROWS:], many.scale[-FEW_ROWS:], dtype)
     bias, residual = randn(_NUM_OUT).to(dtype), randn(_MANY_ROWS, _NUM_OUT).to(dtype)
 
     def gated(x: RowCodes) -> Tensor:
@@ -74,7 +74,7 @@ def _error(device: torch.device, dtype: torch.dtype) -> float:
 
     calls = [partial(multiply, x) for multiply in (gated, added) for x in (many, few)]
     compile_together(calls, device)
-    outs = [call().float()[-_FEW_ROWS:] for call in calls]
+    outs = [call().float()[-FEW_ROWS:] for call in calls]
     return max(
         float((among_many - among_few).norm() / among_few.norm())
         for among_many, among_few in zip(outs[::2], outs[1::2], strict=True)

@@ -22,7 +22,8 @@ from .tiles import BLOCK_N, num_splits_of, tile_of_program
 _BLOCK_K = 128
 _AHEAD = 512  # inputs whose codes a program loads before its rows are there
 _AHEAD_ROWS = 32  # with more rows it does not: registers and shared memory hold no more
-_MANY_ROWS = 256  # more of them are multiplied in larger tiles, or by another kernel
+FEW_ROWS = 64  # more of them are multiplied by another kernel where that is for the matrix
+_MANY_ROWS = 256  # more of them are multiplied in larger tiles
 _TOGETHER = tl.constexpr(8)  # blocks of outputs whose programs run together and share rows of x
 
 
@@ -30,7 +31,11 @@ def parts_of(matrix: NarrowMatrix) -> int:
     """How many parts a product is split into."""
     num_out, width = matrix.codes.shape
     least = 2 * _BLOCK_K
-    return num_splits_of(num_out, width, matrix.codes.device, multiple=least, least=least)
+    # A program that scales the sums of each group waits for them before it goes on.
+    per_sm = 2 if len(matrix.scale) > 1 else 1
+    return num_splits_of(
+        num_out, width, matrix.codes.device, multiple=least, least=least, per_sm=per_sm
+    )
 
 
 def scaled_product(
@@ -51,10 +56,11 @@ def scaled_product(
     assert out.is_contiguous()
     num_rows, width = x.codes.shape
     num_out = out.shape[-1]
-    if num_rows > _MANY_ROWS and is_for(matrix, num_splits=num_splits, gated=gated):
+    is_whole = out.ndim == 2
+    if num_rows > FEW_ROWS and is_whole and is_for(matrix, num_splits=num_splits, gated=gated):
         block_scaled_product(out, x, matrix, bias, num_splits=num_splits, gated=gated, adds=adds)
         return
-    in_parts, share, num_groups = out.ndim == 3, width // num_splits, len(matrix.scale)
+    share, num_groups = width // num_splits, len(matrix.scale)
     is_even = share % _BLOCK_K == 0
     # Whether or not they are loaded ahead, these are summed last: any tile must sum in one order.
     last = _AHEAD if is_even and share > _AHEAD and num_groups == 1 else 0
@@ -63,7 +69,7 @@ def scaled_product(
     num_tiles = triton.cdiv(num_out, tile["BLOCK_N"] // (2 if gated else 1)) * triton.cdiv(
         num_rows, tile["BLOCK_M"]
     )
-    _scaled_kernel[num_tiles, num_splits if in_parts else 1](
+    _scaled_kernel[num_tiles, 1 if is_whole else num_splits](
         out,
         x.codes,
         x.scale,
@@ -81,7 +87,7 @@ def scaled_product(
         GROUP=matrix.group if num_groups > 1 else 0,
         NUM_GROUPS=num_groups,
         ROWS=matrix.rows,
-        SPLITS=1 if in_parts else num_splits,
+        SPLITS=num_splits if is_whole else 1,
         GATED=gated,
         ADDS=adds,
         enable_fp_fusion=False,  # otherwise only some tiles would round a scaled sum
@@ -205,7 +211,14 @@ def _share(
     if AHEAD:
         first = tl.arange(0, LAST)
         codes_ahead = tl.load(codes_at + begin + first[None, :], mask=is_out[:, None], other=0.0)
+    # A block's scales are loaded while the one before is multiplied; a large tile would spill them.
+    EARLY: tl.constexpr = NUM_GROUPS > 1 and BLOCK_M * BLOCK_N < 128 * 128
+    end = begin + share
+    if EARLY:
+        next_scale = _scale_of(scale_at, scale_stride, is_out, begin, GROUP)
     wait_for_inputs(WAITS)
+    if EARLY:
+        next_x_scale = _scale_of(x_scale_at, 1, is_row, begin, GROUP)
     if AHEAD:
         x_ahead = tl.load(x_at + begin + first[:, None], mask=is_row[None, :], other=0.0)
     total = tl.zeros([BLOCK_N, BLOCK_M], SUM if NUM_GROUPS == 1 else tl.float32)
@@ -222,9 +235,13 @@ def _share(
         if NUM_GROUPS == 1:
             total = tl.dot(codes, x, total, out_dtype=SUM)
         else:
-            group = start // GROUP
-            x_scale = tl.load(x_scale_at + group, mask=is_row, other=0.0)
-            scale = tl.load(scale_at + group * scale_stride, mask=is_out, other=0.0)
+            if EARLY:
+                scale, x_scale, after = next_scale, next_x_scale, start + BLOCK_K
+                next_scale = _scale_of(scale_at, scale_stride, is_out & (after < end), after, GROUP)
+                next_x_scale = _scale_of(x_scale_at, 1, is_row & (after < end), after, GROUP)
+            else:
+                scale = _scale_of(scale_at, scale_stride, is_out, start, GROUP)
+                x_scale = _scale_of(x_scale_at, 1, is_row, start, GROUP)
             part = tl.dot(codes, x, out_dtype=SUM)
             both = scale.to(tl.float32)[:, None] * x_scale[None, :]
             total = tl.fma(part.to(tl.float32), both, total)
@@ -235,3 +252,9 @@ def _share(
         scale = tl.load(scale_at, mask=is_out, other=0.0).to(tl.float32)
         total = total.to(tl.float32) * scale[:, None] * x_scale[None, :]
     return total
+
+
+@triton.jit
+def _scale_of(at, stride, mask, start, GROUP: tl.constexpr):
+    """The scales of the group that an input belongs to."""
+    return tl.load(at + start // GROUP * stride, mask=mask, other=0.0)
