@@ -1,5 +1,6 @@
 """What Triton and ptxas make of the kernels; needs no GPU."""
 
+import importlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -135,6 +136,13 @@ def test_plain_experts_are_multiplied_by_tensor_cores(
         code = machine_code.disassembled(kernel)
         assert re.search(r"\bHG?MMA\b", code)
         assert not re.search(r"\bSTL\b", code), "registers are spilled"
+
+
+def test_a_launch_may_follow_an_import_without_triton() -> None:
+    importlib.import_module("outrider.kernels.no_triton")
+    with machine_code.launches(machine_code.H100) as kernels:
+        norms(64)
+    assert len(kernels) == 1
 
 
 def test_numbers_that_share_a_word_are_converted_together() -> None:
