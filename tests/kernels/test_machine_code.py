@@ -25,7 +25,7 @@ from outrider.kernels.model.product import product
 from outrider.kernels.model.prompt_attention import is_for
 from outrider.kernels.model.relu_squared import relu_squared
 from outrider.kernels.model.rms_norm import Norm, rms_norm
-from outrider.kernels.model.routing import Routing
+from outrider.kernels.model.routing import Router, Routing, route
 from outrider.kernels.model.row_codes import RowCodes, round_rows
 from outrider.kernels.model.rows import BatchRows
 from outrider.kernels.model.scaled_linear import scaled_linear
@@ -333,13 +333,29 @@ def test_one_kernel_lists_all_kinds_of_batches(num_seqs: int) -> None:
     assert len({kernel.hash for kernel in kernels}) == 1
 
 
-def experts(kind: Kind | None, num_rows: int) -> None:
-    tiles = ExpertTiles(empty(9, dtype=torch.int32), empty(9, num_rows, dtype=torch.int32))
+def experts(layer: ExpertMatrix, activation: Activation, size: int) -> None:
+    tiles = ExpertTiles(empty(9, dtype=torch.int32), empty(9, size, dtype=torch.int32))
     chosen = empty(50, 4, dtype=torch.int32)
     routing = Routing(chosen, empty(50, 4, dtype=torch.float32), tiles)
-    plain = ExpertMatrix(empty(8 * 960, 960), None, 8)
-    layer = plain if kind is None else make_experts(960)
-    experts_product(empty(50, 960), routing, layer, SILU if kind is None else Glu(1.7, 7.0, 1.0))
+    experts_product(empty(50, 1024), routing, layer, activation)
+
+
+def plain_experts(num_out: int, size: int) -> None:
+    experts(ExpertMatrix(empty(8 * num_out, 1024), None, 8), SILU, size)
+
+
+def narrow_experts(kind: Kind, group: int, size: int) -> None:
+    experts(ExpertMatrix(make_matrix(kind, 8 * 960, 1024, group), None, 8), SILU, size)
+
+
+def mxfp4_experts(size: int) -> None:
+    experts(make_experts(1024), Glu(1.7, 7.0, 1.0), size)
+
+
+def routers(num_rows: int) -> None:
+    logits, bias = empty(num_rows, 160), empty(160, dtype=torch.float32)
+    route(logits, Router(8), empty(1, dtype=torch.int32))
+    route(logits, Router(6, sigmoid=True, bias=bias, num_groups=8, top_groups=3))
 
 
 def states(heads: StateHeads, *, corrects: bool) -> None:
@@ -413,9 +429,12 @@ GPUS = [
         (narrow, [("int4", 200), ("int8", 1)]),
         (narrow, [("fp8", 64)]),
         (scaled, [(6144, 1), (24576, 128), (6144, 300)]),
-        (in_blocks, [(1,), (300,)]),
+        (in_blocks, [(1,), (100,), (300,)]),
         (attention, [(1, 4, False), (2, 300, True)]),
-        (experts, [(None, 16), ("fp4", 128)]),
+        (plain_experts, [(960, 16), (960, 128), (1024, 128)]),
+        (narrow_experts, [("int4", 128, 16), ("int4", 128, 128)]),
+        (mxfp4_experts, [(16,), (128,)]),
+        (routers, [(9,), (2000,)]),
         (norms, [(5000,)]),
         (gates, [()]),
         (delta_nets, [()]),
