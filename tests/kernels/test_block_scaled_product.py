@@ -112,6 +112,23 @@ def test_any_order_of_warps_and_copies_gives_the_same(
     assert torch.equal(*outs)
 
 
+@pytest.mark.parametrize("where", ["codes", "scale"])
+def test_nan_stays_in_its_row(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As padding may have it."""
+    if DEVICE.type == "cpu":
+        kernel = Kernel(2, name="_block_scaled_kernel")
+        monkeypatch.setattr(module, "_block_scaled_kernel", kernel)
+    x, matrix = make_rows(70, 512, torch.bfloat16), make_matrix(192, 512)
+    if where == "codes":
+        x.codes.view(torch.uint8)[5, 300] = 0x7F
+    else:
+        x.scale[5, 2] = torch.nan
+    out = torch.empty(70, 192, dtype=x.dtype, device=DEVICE)
+    module.block_scaled_product(out, x, matrix, None, num_splits=1, gated=False, adds=False)
+    is_nan = torch.arange(70, device=DEVICE)[:, None].expand(70, 192) == 5
+    assert torch.equal(out.isnan(), is_nan)
+
+
 @on_gpu
 @pytest.mark.parametrize(
     ("num_out", "num_in", "num_splits", "gated", "adds", "has_bias"),

@@ -7,8 +7,8 @@ from products import ALL, FUSED, NUM_ROWS, SIZES, Fused, check_rows_keep_bits, i
 from random_tensors import normals
 from verification import DEVICE, HAS_KERNELS
 
+from outrider.kernels.model import block_scaled_product, scaled_product, tiles
 from outrider.kernels.model import scaled_linear as module
-from outrider.kernels.model import scaled_product
 from outrider.kernels.model.linear import linear_reference
 from outrider.kernels.model.narrow_matrix import (
     Kind,
@@ -31,6 +31,7 @@ from outrider.kernels.model.scaled_linear import (
 )
 from outrider.kernels.model.scaled_product import parts_of
 from outrider.kernels.model.split_product import PeerParts, add_parts
+from outrider.kernels.triton_or_none import HAS_GLUON
 
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 # Kind, group, outputs of a scale.
@@ -227,3 +228,18 @@ def test_splits_are_whole_blocks() -> None:
         matrix = make(FORMATS[0], 32, num_in)
         splits = parts_of(matrix)
         assert splits == 1 or matrix.codes.shape[1] % (128 * splits) == 0
+
+
+@pytest.mark.parametrize("num_sms", [1, 78, 108, 132, 170])
+def test_the_kernel_of_many_rows_takes_every_split(
+    num_sms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "num_programs", lambda device, per_sm: per_sm * num_sms)
+    monkeypatch.setattr(block_scaled_product, "has_warpgroups", lambda device: HAS_GLUON)
+    for num_in in (192, 512, 1152, 1280, 4352, 17408):
+        for num_out in (40, 1024, 5120):
+            codes = torch.empty(num_out, num_in, dtype=torch.float8_e4m3fn, device="meta")
+            scale = torch.empty(-(-num_in // 128), -(-num_out // 128), device="meta")
+            matrix = narrow_matrix("fp8", codes, scale, group=128, rows=128, rounds_inputs=True)
+            takes = block_scaled_product.is_for(matrix, num_splits=parts_of(matrix))
+            assert takes == (HAS_GLUON and num_in % 256 == 0)
