@@ -291,11 +291,9 @@ def graph_times(engine: Engine) -> Iterator[dict[str, list[float]]]:
 
 
 def kernel_times(profiler: profile) -> list[tuple[float, int, str]]:
-    found = [
-        (event.self_device_time_total / 1e3, event.count, event.key)
-        for event in profiler.key_averages()
-    ]
-    return sorted((each for each in found if each[0]), reverse=True)
+    events = [event for event in profiler.key_averages() if event.self_device_time_total]
+    times = [(event.self_device_time_total / 1e3, event.count, event.key) for event in events]
+    return sorted(times, reverse=True)
 
 
 def bytes_read(engine: Engine, k: int) -> int:

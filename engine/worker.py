@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,12 +23,12 @@ from .memory.budget import Budget
 from .memory.host_tier import PageCopies
 from .memory.spec import PagedSpec
 from .models.batch_invariance import alike_thread_counts
-from .models.checkpoint import ReportCounts
 from .models.compiled_decoder import CompiledDecoder
 from .models.groups import grouped
 from .models.network import Pass, short_batches
 from .models.pair import ModelPair
 from .plan import Plan
+from .progress import ReportCounts, counted
 from .proposers import build_proposer
 from .ranks.admission import check_ranks
 from .ranks.followers import Followers, RankError
@@ -153,13 +153,7 @@ class Worker:
         logits = torch.zeros(num_rows, target.vocab_size, dtype=target.dtype, device=self.device)
         warm_ups = (*self.verifier.warm_ups(logits), *self.proposer.warm_ups())
         launches = *warm_ups, self.rehearse, *self.short_steps()
-
-        def counted() -> Iterator[Callable[[], object]]:
-            for done, launch in enumerate(launches):
-                report(done, len(launches))
-                yield launch
-
-        compile_together(counted(), self.device)
+        compile_together(counted(launches, report), self.device)
 
     def short_steps(self) -> list[Callable[[], None]]:
         """Small steps over dummy sequences that together launch every kernel."""

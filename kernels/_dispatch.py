@@ -23,7 +23,7 @@ def converts_fp8(device: torch.device) -> bool:
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether it is a GPU as the H100 and H200 are."""
+    """Whether it is a Hopper GPU, such as an H100 or H200."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from outrider.kernels.model.batch_invariant_linear import own_products
 from outrider.kernels.model.packed_linear import has_products
 
 from ..api import ignore_progress
-from .checkpoint import ReportCounts
+from ..progress import ReportCounts, counter
 from .decoder import Decoder
 from .network import Network
 from .one_prompt import PAGE, num_pages_of, one_prompt
@@ -36,17 +36,7 @@ def make_batch_invariant(
     saying what makes it impossible or, unless it is wanted `at_any_cost`, much slower; the network
     is unchanged then.
     """
-    ends, done = _ends(network), count(1)
-    total = len(ends)
-
-    def count_one() -> None:
-        report(next(done), total)
-
-    def changed(layer: Layer[Weight]) -> Layer[Weight]:
-        layer = layer.as_batch_invariant()
-        count_one()
-        return layer
-
+    ends = _ends(network)
     if isinstance(network, Decoder) and network.device.type == "cuda":
         # Experts and rounded inputs are summed in one order anyway.
         weights = [weight for weight in network.weights if not weight.batch_invariant]
@@ -57,20 +47,24 @@ def make_batch_invariant(
                 "engine.batch_invariant if that is worth it"
             )
         blocks, output_layer = list(network.blocks), network.output_layer
-        total += len(network.linears)
-        report(0, total)
+        count = counter(len(network.linears) + len(ends), report)
+
+        def changed(layer: Layer[Weight]) -> Layer[Weight]:
+            layer = layer.as_batch_invariant()
+            count()
+            return layer
+
         try:
             compile_together(_own_products(network), network.device)
             network.change_linears(changed)
-            _prove(network, ends, count_one)
+            _prove(network, ends, count)
         except Exception as reason:
             network.blocks, network.output_layer = blocks, output_layer
             if isinstance(reason, torch.OutOfMemoryError):
                 raise ValueError("there is too little memory to find out how it sums") from None
             raise
     else:
-        report(0, total)
-        _prove(network, ends, count_one)
+        _prove(network, ends, counter(len(ends), report))
     network.batch_invariant = True
 
 
@@ -92,7 +86,7 @@ def _ends(network: Network) -> list[int]:
 
 
 @torch.inference_mode()
-def _prove(network: Network, ends: list[int], count_one: Callable[[], None]) -> None:
+def _prove(network: Network, ends: list[int], count: Callable[[], None]) -> None:
     if not network.products_are_batch_invariant:
         raise ValueError(_why_products_vary(network))
     device, max_len = network.device, network.max_positions
@@ -113,13 +107,13 @@ def _prove(network: Network, ends: list[int], count_one: Callable[[], None]) -> 
         if not network.attention_is_batch_invariant:
             _prove_attention(network)
         whole = logits(0, ends[-1])
-        count_one()
+        count()
         for first, end in pairwise(ends):
             if not torch.equal(logits(first, end), whole[first:end]):
                 raise ValueError(
                     f"{end - first} rows differ in bits from the same rows among {ends[-1]}"
                 )
-            count_one()
+            count()
     finally:
         network.free_cache()
 

@@ -23,6 +23,7 @@ from outrider.kernels.model.narrow_matrix import (
 )
 from outrider.kernels.model.rms_norm import Norm
 
+from ..progress import ReportCounts
 from .admission import UnsupportedModelError
 from .narrow_weight import Narrow, Scaled, Stacked, check_fp8
 from .opened_files import open_files
@@ -32,7 +33,6 @@ from .weights import Axis, Dense, Linear, Matrix, RoundedInputs
 
 log = logging.getLogger(__name__)
 
-ReportCounts = Callable[[int, int], None]  # is called with (tensors read, tensors in all)
 # (checkpoint, name of a layer) -> its matrix, or None if the layer is not quantised. Raises
 # UnsupportedModelError.
 Read = Callable[["Checkpoint", str], NarrowMatrix | None]

@@ -11,7 +11,8 @@ from torch import Tensor
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack_tiles
 
-from .checkpoint import EMBEDDING, AnyCheckpoint, Checkpoint, ReportCounts, check_shape
+from ..progress import ReportCounts
+from .checkpoint import EMBEDDING, AnyCheckpoint, Checkpoint, check_shape
 from .gguf_architectures import architecture_of
 from .gguf_file import FILE_NAME, GgmlType, GgufFile, holds_gguf
 from .narrow_weight import Stacked

@@ -7,7 +7,7 @@ name in the interface, and that function knows the model's current batch.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -21,9 +21,9 @@ from transformers.utils import logging as transformers_logging
 from outrider.kernels.model.rope import store
 
 from ..config import ModelConfig
+from ..progress import ReportCounts, counted
 from .admission import UnsupportedModelError
 from .attention import ForwardBatch, PagedAttention
-from .checkpoint import ReportCounts
 from .network import Network, Pass
 from .pretrained import load_pretrained
 from .weights import Dense, Linear
@@ -284,7 +284,7 @@ def _weights_counted(report: ReportCounts) -> Iterator[None]:
     """Have transformers report loaded weights to `report` instead of drawing a progress bar."""
 
     def hook(make_bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _counted(args[0], report) if args else make_bar(*args, **kwargs)
+        return counted(args[0], report) if args else make_bar(*args, **kwargs)
 
     transformers_logging.disable_progress_bar()
     previous = transformers_logging.set_tqdm_hook(hook)
@@ -292,9 +292,3 @@ def _weights_counted(report: ReportCounts) -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_tqdm_hook(previous)
-
-
-def _counted(items: Collection[Any], report: ReportCounts) -> Iterator[Any]:
-    for done, item in enumerate(items):
-        report(done, len(items))
-        yield item

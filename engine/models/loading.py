@@ -25,7 +25,7 @@ from .admission import (
 )
 from .architectures import load_config
 from .batch_invariance import make_batch_invariant
-from .checkpoint import EMBEDDING, OUTPUT_LAYER, Checkpoint, Read, ReportCounts, SharedScaleError
+from .checkpoint import EMBEDDING, OUTPUT_LAYER, Checkpoint, Read, SharedScaleError
 from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
 from .families import FAMILIES, why_unknown
@@ -190,7 +190,7 @@ class _Loader:
                 folder,
                 self.dtype,
                 self.device,
-                self._counts("loading the {role}"),
+                partial(self.report, f"loading the {self.role}"),
                 read=read,
                 share=self.share,
                 renamed=family.renamed,
@@ -217,7 +217,7 @@ class _Loader:
             original,
             starts,
             batch_invariant=is_cpu or decoder.batch_invariant,
-            report=self._counts("comparing the {role} with transformers"),
+            report=partial(self.report, f"comparing the {self.role} with transformers"),
         )
         unread = checkpoint.unread()
         # They hold views of weights, which could not be freed when they are packed.
@@ -258,7 +258,7 @@ class _Loader:
                 self.hf_config,
                 self.dtype,
                 self.device,
-                self._counts("loading the {role}"),
+                partial(self.report, f"loading the {self.role}"),
                 rounds=rounds_weights(self.config, self.is_draft),
             )
         except (UnsupportedModelError, torch.OutOfMemoryError):
@@ -270,9 +270,6 @@ class _Loader:
         self._set_up(network)
         self._translate(network)
         return network
-
-    def _counts(self, stage: str) -> ReportCounts:
-        return partial(self.report, stage.format(role=self.role))
 
     def _translate(self, draft: Network) -> None:
         """Have a draft with a vocabulary of its own read and draw tokens of the target."""
@@ -288,7 +285,7 @@ class _Loader:
         if wanted is False:
             return
         try:
-            report = self._counts("checking how the {role} rounds")
+            report = partial(self.report, f"checking how the {self.role} rounds")
             make_batch_invariant(network, at_any_cost=wanted is True, report=report)
         except ValueError as reason:
             if wanted:

@@ -15,13 +15,13 @@ from torch import Tensor
 from outrider.kernels.model.rows import BatchRows
 
 from ..config import DraftVocabulary
+from ..progress import ReportCounts
 from ..state.batch import HostBatch
 from ..state.phase import Captured, Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP
 from ..state.slots import Slots
 from .admission import UnsupportedModelError
 from .attention import MOST_LOOKED_UP_ROWS, ForwardBatch, PagedAttention
-from .checkpoint import ReportCounts
 from .slot_state import SlotState
 from .token_map import TokenMap
 from .weights import Linear

@@ -7,7 +7,6 @@ layer is compared by itself and errors do not add up.
 """
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,9 +21,10 @@ from outrider.kernels.compiling import compile_together
 from outrider.kernels.model.rms_norm import rms_norm
 
 from ..api import ignore_progress
+from ..progress import ReportCounts, counter
 from .attention import ForwardBatch, PagedAttention
 from .blocks import Block
-from .checkpoint import AnyCheckpoint, Lent, ReportCounts
+from .checkpoint import AnyCheckpoint, Lent
 from .decoder import Decoder
 from .model_classes import AutoModelForCausalLM
 from .one_prompt import PAGE, num_pages_of, one_prompt
@@ -198,12 +198,7 @@ def why_different(
         batches.append(
             one_prompt(input_ids.to(decoder.device), first, batch_invariant=batch_invariant)
         )
-    total, done = (2 + len(batches)) * (len(decoder.blocks) + 1), itertools.count(1)
-
-    def count() -> None:
-        report(next(done), total)
-
-    report(0, total)
+    count = counter((2 + len(batches)) * (len(decoder.blocks) + 1), report)
     # The longest by itself: to pad the others to its length would take memory.
     parts = [part for block in decoder.blocks for part in block.parts]
     choosers = [part.chooser for part in parts if part.chooser]

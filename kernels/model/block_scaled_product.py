@@ -39,7 +39,7 @@ def is_for(matrix: NarrowMatrix, *, num_splits: int = 1, gated: bool = False) ->
         matrix.codes.dtype == torch.float8_e4m3fn
         and (matrix.group, matrix.rows) == (_GROUP.value, _OUTS.value)
         and width % (2 * _GROUP.value * num_splits) == 0
-        and (not gated or num_out % (2 * _HALF.value) == 0)
+        and (not gated or num_out % _OUTS.value == 0)
         and has_warpgroups(matrix.codes.device)
         and matrix.codes.device not in failed
     )

@@ -3,7 +3,6 @@ have the bits that they have among few. If not, `scaled_product` multiplies many
 """
 
 import functools
-import logging
 from functools import partial
 
 import torch
@@ -14,13 +13,11 @@ from .block_scaled_product import failed, is_for
 from .narrow_matrix import NarrowMatrix, narrow_matrix
 from .row_codes import RowCodes
 from .scaled_product import FEW_ROWS, scaled_product
-from .warpgroups import fault_of
+from .warpgroups import works
 
-log = logging.getLogger(__name__)
-
-_MANY_ROWS = 300
+_ROWS = 300
 _NUM_IN, _NUM_OUT = 1024, 256
-_GROUP = 128
+_GROUP = 128  # inputs, and outputs, that share a scale
 
 
 def try_block_scaled_product(matrix: NarrowMatrix, dtype: torch.dtype) -> None:
@@ -34,13 +31,9 @@ def try_block_scaled_product(matrix: NarrowMatrix, dtype: torch.dtype) -> None:
 @functools.cache
 @torch.inference_mode()
 def _try(device: torch.device, dtype: torch.dtype) -> None:
-    if reason := fault_of(partial(_error, device, dtype), 0.0):
+    otherwise = "many rows are multiplied by FP8 blocks in a slower kernel"
+    if not works(partial(_error, device, dtype), 0.0, otherwise):
         failed.add(device)
-        log.warning(
-            "prompts are multiplied by a slower kernel for FP8 in blocks, since that for Hopper "
-            "GPUs does not work here (%s)",
-            reason,
-        )
 
 
 def _error(device: torch.device, dtype: torch.dtype) -> float:
@@ -58,9 +51,9 @@ def _error(device: torch.device, dtype: torch.dtype) -> float:
     matrix = narrow_matrix(
         "fp8", codes(_NUM_OUT), scale, group=_GROUP, rows=_GROUP, rounds_inputs=True
     )
-    many = RowCodes(codes(_MANY_ROWS), randn(_MANY_ROWS, num_groups).abs() / 100, dtype)
+    many = RowCodes(codes(_ROWS), randn(_ROWS, num_groups).abs() / 100, dtype)
     few = RowCodes(many.codes[-FEW_ROWS:], many.scale[-FEW_ROWS:], dtype)
-    bias, residual = randn(_NUM_OUT).to(dtype), randn(_MANY_ROWS, _NUM_OUT).to(dtype)
+    bias, residual = randn(_NUM_OUT).to(dtype), randn(_ROWS, _NUM_OUT).to(dtype)
 
     def gated(x: RowCodes) -> Tensor:
         out = residual.new_empty(len(x.codes), _NUM_OUT // 2)

@@ -5,7 +5,7 @@ into tiles, in the order of their rows, so that a product reads an expert's weig
 tile. How many tiles there are is known on the device only; the host knows a bound.
 
 Ids are taken in slices. From the counts of every slice, each expert's programs know where its pairs
-begin; each of them finds and lists the pairs of one slice. It counts a single slice itself.
+begin; each of them finds and lists the pairs of one slice. With one slice, each counts for itself.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class ExpertTiles(NamedTuple):
     pairs: Tensor  # [tiles, size] int32; T * k where a tile has no more
 
 
-def empty_tiles(num_rows: int, top_k: int, num_experts: int, device: torch.device) -> ExpertTiles:
+def _empty_tiles(num_rows: int, top_k: int, num_experts: int, device: torch.device) -> ExpertTiles:
     num_pairs = num_rows * top_k
     # Twice the rows that an expert gets on average. No sum depends on it.
     size = next((size for size in _TILES if 2 * num_pairs <= size * num_experts), _TILES[-1])
@@ -46,7 +46,7 @@ def tiles_of(ids: Tensor, num_experts: int) -> ExpertTiles:
         return tiles_reference(ids, num_experts)
     assert ids.is_contiguous()
     num_rows, top_k = ids.shape
-    tiles = empty_tiles(num_rows, top_k, num_experts, ids.device)
+    tiles = _empty_tiles(num_rows, top_k, num_experts, ids.device)
     num_ids = ids.numel()
     # Of each thread of a program at least one.
     slice_size = min(max(512, triton.next_power_of_2(num_ids)), _SLICE)
@@ -67,7 +67,7 @@ def tiles_of(ids: Tensor, num_experts: int) -> ExpertTiles:
 
 def tiles_reference(ids: Tensor, num_experts: int) -> ExpertTiles:
     num_rows, top_k = ids.shape
-    tiles = empty_tiles(num_rows, top_k, num_experts, ids.device)
+    tiles = _empty_tiles(num_rows, top_k, num_experts, ids.device)
     size = tiles.pairs.shape[1]
     tiles.experts.fill_(num_experts)
     tiles.pairs.fill_(ids.numel())
@@ -126,7 +126,7 @@ def _list_kernel(
         count = tl.histogram(ids, EXPERTS, mask=ids >= 0)
     else:
         count = tl.zeros([EXPERTS], tl.int32)
-        SLICES: tl.constexpr = 4096 // EXPERTS
+        SLICES: tl.constexpr = 4096 // EXPERTS  # whose counts are read at once
         for start in range(0, num_slices, SLICES):
             other = start + tl.arange(0, SLICES)[:, None]
             at = counts_ptr + other * EXPERTS + e[None, :]

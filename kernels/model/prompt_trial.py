@@ -4,7 +4,6 @@ If not, layers take the kernel of other GPUs, which sums in the same order.
 """
 
 import functools
-import logging
 from functools import partial
 
 import torch
@@ -14,9 +13,7 @@ from .attention_items import list_items
 from .attention_reference import paged_attention_reference, whole_block
 from .batch_invariant_attention import Heads, random_layer
 from .prompt_attention import Variant, failed, is_for, prompt_attention
-from .warpgroups import fault_of, has_warpgroups
-
-log = logging.getLogger(__name__)
+from .warpgroups import has_warpgroups, works
 
 _TOKENS = 768  # more than a split, and a multiple of all sizes of pages
 _ROWS = 80  # the last of them
@@ -42,14 +39,9 @@ def try_prompt_attention(
     window = heads.window and min(heads.window, _TOKENS // 3)
     if not is_for(query, keys, values, window, sinks):
         return
-    if reason := fault_of(partial(_error, heads, window, *layer), _MOST_ERROR):
+    otherwise = f"heads of {heads.head_dim} attend to prompts by a slower kernel"
+    if not works(partial(_error, heads, window, *layer), _MOST_ERROR, otherwise):
         failed.add(Variant.of(query, keys, window, sinks))
-        log.warning(
-            "heads of %d attend to prompts by a slower kernel, since that for Hopper GPUs does not "
-            "work here (%s)",
-            heads.head_dim,
-            reason,
-        )
 
 
 def _error(

@@ -22,7 +22,7 @@ from .tiles import BLOCK_N, num_splits_of, tile_of_program
 _BLOCK_K = 128
 _AHEAD = 512  # inputs whose codes a program loads before its rows are there
 _AHEAD_ROWS = 32  # with more rows it does not: registers and shared memory hold no more
-FEW_ROWS = 64  # more of them are multiplied by another kernel where that is for the matrix
+FEW_ROWS = 64  # more of them are multiplied by `block_scaled_product`, where that is for the matrix
 _MANY_ROWS = 256  # more of them are multiplied in larger tiles
 _TOGETHER = tl.constexpr(8)  # blocks of outputs whose programs run together and share rows of x
 
@@ -31,7 +31,7 @@ def parts_of(matrix: NarrowMatrix) -> int:
     """How many parts a product is split into."""
     num_out, width = matrix.codes.shape
     least = 2 * _BLOCK_K
-    # A program that scales the sums of each group waits for them before it goes on.
+    # A program waits for the sums of each group to scale them; a second one multiplies then.
     per_sm = 2 if len(matrix.scale) > 1 else 1
     return num_splits_of(
         num_out, width, matrix.codes.device, multiple=least, least=least, per_sm=per_sm

@@ -50,7 +50,8 @@ def gate_rows(y: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def sigmoid_reference(x: Tensor) -> Tensor:
-    """Row by row, so that torch rounds one alike wherever it lies. Shape: [T, N] -> [T, N]."""
+    """Shape: [T, N] -> [T, N]."""
+    # Padded, rows are not dense: torch takes each by itself, and rounds it alike wherever it lies.
     return F.pad(x, (0, 1))[:, :-1].sigmoid()
 
 

@@ -32,7 +32,7 @@ _CELL_COLUMNS = 16  # of S in a program that goes cell by cell, a warp for every
 _STAGES = 2  # cells whose rows are on their way
 _HEADS = 4  # convolved by a program
 _ROWS = 4  # convolved by a program at once
-_FEW_ROWS = 256  # of more, a program convolves several times as many, one after the other
+_FEW_ROWS = 256  # with more in a pass, a program convolves _TIMES as many, in turn
 _TIMES = 8
 _CHANNELS = 1024  # copied at once
 

@@ -4,12 +4,15 @@ Triton cannot say which warps copy and which multiply, so they are in Gluon, its
 has a kernel for other GPUs beside it, which sums in the same order.
 """
 
+import logging
 from collections.abc import Callable
 
 import torch
 
 from .._dispatch import is_hopper
 from ..triton_or_none import HAS_GLUON, gl, gluon, hopper
+
+log = logging.getLogger(__name__)
 
 mbarrier = hopper.mbarrier
 
@@ -19,9 +22,9 @@ def has_warpgroups(device: torch.device) -> bool:
     return HAS_GLUON and is_hopper(device)
 
 
-def fault_of(find_error: Callable[[], float], most: float) -> str:
-    """Why a kernel does not work on this machine, or "": its relative error is more than `most`, or
-    finding that fails.
+def works(find_error: Callable[[], float], most: float, otherwise: str) -> bool:
+    """Whether a kernel works on this machine: its relative error is found, and is `most` at most.
+    If not, logs what happens `otherwise`, and why.
 
     Gluon is written for some versions of Triton, and copies need a driver that knows them. What
     fails there must not end a server.
@@ -31,8 +34,13 @@ def fault_of(find_error: Callable[[], float], most: float) -> str:
     except torch.OutOfMemoryError:
         raise
     except Exception as raised:  # of the compiler, the assembler or the driver
-        return f"{type(raised).__name__}: {str(raised).strip()}".splitlines()[0]
-    return "" if error <= most else f"its results are wrong by {100 * error:.2g}%"
+        reason = f"{type(raised).__name__}: {str(raised).strip()}".splitlines()[0]
+    else:
+        if error <= most:
+            return True
+        reason = f"its results are wrong by {100 * error:.2g}%"
+    log.warning("%s, since that for Hopper GPUs does not work here (%s)", otherwise, reason)
+    return False
 
 
 @gluon.jit

@@ -243,9 +243,8 @@ def test_every_pair_is_in_one_tile_of_its_expert(
         inside = tile[tile < num_pairs]
         assert (got.ids.flatten()[inside.long()] == expert).all()
         assert (expert < 8) == bool(len(inside))
-    monkeypatch.setattr(
-        expert_tiles, "_SLICE", 256
-    )  # of more ids, several programs list an expert's
+    # Of more ids, several programs list an expert's.
+    monkeypatch.setattr(expert_tiles, "_SLICE", 256)
     many = route(logits, Router(2))
     assert all(map(torch.equal, (*got[:2], *got.tiles), (*many[:2], *many.tiles)))
 

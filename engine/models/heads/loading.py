@@ -18,10 +18,11 @@ from outrider.kernels.model.rms_norm import Norm
 
 from ...api import ignore_progress
 from ...config import ModelConfig
+from ...progress import ReportCounts
 from ..admission import DTYPES
 from ..architectures import load_config
 from ..blocks import Block
-from ..checkpoint import AnyCheckpoint, Checkpoint, ReportCounts, check_shape
+from ..checkpoint import AnyCheckpoint, Checkpoint, check_shape
 from ..families import FAMILIES
 from ..families.base import window_of
 from ..families.llama import Llama
