@@ -275,6 +275,9 @@ class ExpertMLP(Part):
         has_gates = isinstance(activation, Glu)
         sizes = {"gate_proj": inner, "up_proj": inner} if has_gates else {"up_proj": inner}
         stored = "gate_up_proj" if has_gates else "up_proj"
+        gate_weight = None
+        if shared_gate is not None:
+            gate_weight = _read_gate(tensors, f"{name}.{shared_gate}", width)
         own_width, to_latent, from_latent = width, None, None
         if latent is not None:
             own_width, to, back = latent
@@ -289,9 +292,7 @@ class ExpertMLP(Part):
             router=router,
             chooser=f"{name}.{gate}",
             shared=shared,
-            shared_gate=None
-            if shared_gate is None
-            else _read_gate(tensors, f"{name}.{shared_gate}", width),
+            shared_gate=gate_weight,
             to_latent=to_latent,
             from_latent=from_latent,
         )
