@@ -14,9 +14,8 @@ from .linear import linear_reference
 from .narrow_matrix import NarrowMatrix, dequantise
 from .rms_norm import Norm
 from .row_codes import Normed, RowCodes, round_rows, rounded_rows
-from .scaled_product import parts_of, scaled_product
+from .scaled_product import most_rows_in_parts, parts_of, scaled_product
 from .split_product import add_parts
-from .tiles import MAX_SPLIT_ROWS
 
 
 def scaled_linear(
@@ -64,7 +63,7 @@ def add_scaled_linear(
         scaled_linear_reference(x, matrix, bias, residual=residual)
         return None
     rows, num_splits = _rounded(x, matrix), parts_of(matrix)
-    if bias is None and len(x) <= MAX_SPLIT_ROWS:
+    if bias is None and len(x) <= most_rows_in_parts(matrix):
         parts = x.new_empty(num_splits, *residual.shape, dtype=torch.float32)
         scaled_product(parts, rows, matrix, num_splits=num_splits)
         return add_parts(residual, parts, norm)

@@ -17,12 +17,13 @@ from .block_scaled_product import block_scaled_product, is_for
 from .narrow_matrix import NarrowMatrix
 from .row_codes import RowCodes
 from .silu_mul import silu
-from .tiles import BLOCK_N, num_splits_of, tile_of_program
+from .tiles import BLOCK_N, MAX_SPLIT_ROWS, num_splits_of, tile_of_program
 
 _BLOCK_K = 128
 _AHEAD = 512  # inputs whose codes a program loads before its rows are there
 _AHEAD_ROWS = 32  # with more rows it does not: registers and shared memory hold no more
 FEW_ROWS = 64  # more of them are multiplied by `block_scaled_product`, where that is for the matrix
+_BLOCK_ROWS = 128  # of a program of `block_scaled_product`: with fewer it computes for nothing
 _MANY_ROWS = 256  # more of them are multiplied in larger tiles
 _TOGETHER = tl.constexpr(8)  # blocks of outputs whose programs run together and share rows of x
 
@@ -30,12 +31,22 @@ _TOGETHER = tl.constexpr(8)  # blocks of outputs whose programs run together and
 def parts_of(matrix: NarrowMatrix) -> int:
     """How many parts a product is split into."""
     num_out, width = matrix.codes.shape
-    least = 2 * _BLOCK_K
-    # A program waits for the sums of each group to scale them; a second one multiplies then.
-    per_sm = 2 if len(matrix.scale) > 1 else 1
+    least, device = 2 * _BLOCK_K, matrix.codes.device
     return num_splits_of(
-        num_out, width, matrix.codes.device, multiple=least, least=least, per_sm=per_sm
+        num_out, width, device, multiple=least, least=least, per_sm=_per_sm(matrix)
     )
+
+
+def _per_sm(matrix: NarrowMatrix) -> int:
+    """How many programs a multiprocessor should have, at few rows."""
+    # A program waits for the sums of each group to scale them; a second one multiplies then.
+    return 2 if len(matrix.scale) > 1 else 1
+
+
+def most_rows_in_parts(matrix: NarrowMatrix) -> int:
+    """With more rows, a product is faster added as a whole than in parts."""
+    is_fast = is_for(matrix, num_splits=parts_of(matrix))
+    return _BLOCK_ROWS if is_fast else MAX_SPLIT_ROWS
 
 
 def scaled_product(
@@ -108,8 +119,8 @@ def _tile(
         if num_rows <= 64:
             block_m, block_n, num_warps = max(16, triton.next_power_of_2(num_rows)), BLOCK_N, 4
             num_stages = 8 if programs <= at_once else 6 if block_m < 64 else 4
-        elif programs <= at_once:
-            block_n, num_warps, num_stages = BLOCK_N, 4, 6
+        elif programs <= _per_sm(matrix) * at_once:
+            block_n, num_warps, num_stages = BLOCK_N, 4, 6 if programs <= at_once else 4
         elif programs <= 4 * at_once and not has_two_sums:  # registers hold one of this size
             block_n, num_stages = 4 * BLOCK_N, 4
     elif num_rows > _MANY_ROWS and not has_two_sums:

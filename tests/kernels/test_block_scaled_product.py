@@ -17,7 +17,7 @@ from outrider.kernels.model import block_scaled_product as module
 from outrider.kernels.model import block_scaled_trial as trial
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, narrow_matrix
 from outrider.kernels.model.row_codes import RowCodes
-from outrider.kernels.model.scaled_product import scaled_product
+from outrider.kernels.model.scaled_product import most_rows_in_parts, scaled_product
 from outrider.kernels.model.warpgroups import has_warpgroups
 from outrider.kernels.triton_or_none import HAS_GLUON
 
@@ -171,6 +171,17 @@ def test_rows_have_the_same_bits_among_many_as_among_few(
 @on_gpu
 def test_it_works_here() -> None:
     assert trial._error(DEVICE, torch.bfloat16) == 0.0
+
+
+@interpreted
+def test_more_rows_than_its_programs_take_are_not_added_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    matrix = make_matrix(128, 512)
+    assert most_rows_in_parts(matrix) == 256
+    monkeypatch.setattr(module, "has_warpgroups", lambda _: True)
+    assert most_rows_in_parts(matrix) == 128
+    assert most_rows_in_parts(make_matrix(128, 384)) == 256  # which it is not for
 
 
 @pytest.fixture

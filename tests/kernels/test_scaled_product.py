@@ -160,7 +160,7 @@ def test_a_row_comes_out_the_same_in_any_company(
     format_: tuple[Kind, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "parts_of", lambda matrix: 2)
-    monkeypatch.setattr(module, "MAX_SPLIT_ROWS", 20)  # beyond it a program has all splits
+    monkeypatch.setattr(scaled_product, "MAX_SPLIT_ROWS", 20)  # beyond it a program has all splits
     monkeypatch.setattr(scaled_product, "_AHEAD", 256)
     check_rows_keep_bits(
         scaled_linear,
