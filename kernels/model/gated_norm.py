@@ -7,7 +7,7 @@ from torch import Tensor
 from .._dispatch import uses_triton
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
-from .rms_norm import Norm, rms_norm_reference
+from .rms_norm import Norm, inverse_rms, rms_norm_reference
 from .silu_mul import silu
 
 _AT_ONCE = 1024  # numbers of a program, if a head has fewer
@@ -80,7 +80,7 @@ def _gated_norm_kernel(
     factor = silu(gate.to(tl.float32))
     if GATES_FIRST:
         y *= factor
-    y *= tl.rsqrt(tl.fma(tl.sum(y * y, 1), 1.0 / DIM, eps))[:, None] * weight
+    y *= inverse_rms(tl.sum(y * y, 1), eps, DIM)[:, None] * weight
     if not GATES_FIRST:
         y *= factor
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)

@@ -87,7 +87,15 @@ def _rms_norm_kernel(
 def normed_row(x, weight, eps, WIDTH: tl.constexpr):
     """The norm of a row, of which each thread has the same numbers in every kernel that must agree.
 
-    Not a division: by a width that is an argument the GPU's is inexact, by a constant it is not.
     Shape: [BLOCK] float32, 0 behind the width
     """
-    return x * tl.rsqrt(tl.fma(tl.sum(x * x, 0), 1.0 / WIDTH, eps)) * weight
+    return x * inverse_rms(tl.sum(x * x, 0), eps, WIDTH) * weight
+
+
+@triton.jit
+def inverse_rms(squares, eps, WIDTH: tl.constexpr):
+    """By which rows are multiplied whose sums of squares these are. Shape: any, float32.
+
+    Not a division: by a width that is an argument the GPU's is inexact, by a constant it is not.
+    """
+    return tl.rsqrt(tl.fma(squares, 1.0 / WIDTH, eps))

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._dispatch import num_programs, num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
-from .block_scaled_product import block_scaled_product, is_for
+from .block_scaled_product import BLOCK_ROWS, block_scaled_product, is_for
 from .narrow_matrix import NarrowMatrix
 from .row_codes import RowCodes
 from .silu_mul import silu
@@ -23,7 +23,6 @@ _BLOCK_K = 128
 _AHEAD = 512  # inputs whose codes a program loads before its rows are there
 _AHEAD_ROWS = 32  # with more rows it does not: registers and shared memory hold no more
 FEW_ROWS = 64  # more of them are multiplied by `block_scaled_product`, where that is for the matrix
-_BLOCK_ROWS = 128  # of a program of `block_scaled_product`: with fewer it computes for nothing
 _MANY_ROWS = 256  # more of them are multiplied in larger tiles
 _TOGETHER = tl.constexpr(8)  # blocks of outputs whose programs run together and share rows of x
 
@@ -45,8 +44,9 @@ def _per_sm(matrix: NarrowMatrix) -> int:
 
 def most_rows_in_parts(matrix: NarrowMatrix) -> int:
     """With more rows, a product is faster added as a whole than in parts."""
+    # With fewer than it has at once, a program of `block_scaled_product` computes for nothing.
     is_fast = is_for(matrix, num_splits=parts_of(matrix))
-    return _BLOCK_ROWS if is_fast else MAX_SPLIT_ROWS
+    return BLOCK_ROWS if is_fast else MAX_SPLIT_ROWS
 
 
 def scaled_product(

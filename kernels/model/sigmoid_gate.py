@@ -56,8 +56,8 @@ def sigmoid_reference(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _sigmoid(x, dtype: tl.constexpr):
-    """Rounded to a dtype."""
+def rounded_sigmoid(x, dtype: tl.constexpr):
+    """Rounded to a dtype, as float32."""
     return (1.0 / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32)
 
 
@@ -83,7 +83,7 @@ def _gate_heads_kernel(
     gate = tl.load(gate_ptr + row * row_stride + head * head_stride + d, mask=mask, other=0.0)
     at = y_ptr + (row * num_heads + head) * DIM + d
     y = tl.load(at, mask=mask, other=0.0)
-    y = y.to(tl.float32) * _sigmoid(gate.to(tl.float32), y.dtype)
+    y = y.to(tl.float32) * rounded_sigmoid(gate.to(tl.float32), y.dtype)
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -108,7 +108,7 @@ def _gate_rows_kernel(
     weight = tl.load(weight_ptr + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
     wait_for_inputs(DEPENDENT)
     x = tl.load(x_ptr + row * x_stride + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
-    gate = _sigmoid(tl.sum(x * weight, 0).to(dtype).to(tl.float32), dtype)
+    gate = rounded_sigmoid(tl.sum(x * weight, 0).to(dtype).to(tl.float32), dtype)
     for start in range(0, WIDTH, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         at = y_ptr + row * y_stride + n

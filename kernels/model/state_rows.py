@@ -5,6 +5,7 @@ See `delta_net.py` and `mamba2.py` for the formulas.
 
 from ..dependent_launch import start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
+from .sigmoid_gate import rounded_sigmoid
 from .silu_mul import silu
 
 
@@ -158,7 +159,7 @@ def prepare_kernel(
                 is_value, x_stride, RING, WIDTH,
             ).to(tl.float32)  # fmt: skip
             dt = _softplus(a + dt_bias)
-            b = (1.0 / (1.0 + tl.exp(-b))).to(dtype).to(tl.float32)
+            b = rounded_sigmoid(b, dtype)
         else:
             norm = tl.full([ROWS * HEADS], 1.0, tl.float32)
             dt = _softplus(b + dt_bias)
