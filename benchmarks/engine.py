@@ -34,7 +34,8 @@ and for the parts. With --once it is timed alone, and the parts are left out: wh
 minutes, and for a first look. How far it has come is shown on stderr every few seconds.
 
 With --kernels N each line is followed by the N kernels that take the GPU longest, per step: by the
-profiler, over a few more steps of a full batch, and over the prompts of the batch.
+profiler, over a few more steps of a full batch, and over the prompts of the batch. A kernel that is
+launched early waits for the one in front; its time here begins when all that ended before it had.
 """
 
 import argparse
@@ -49,6 +50,7 @@ from typing import Any
 import torch
 from set_acceptance import set_acceptance
 from step_parts import Call, wrapped
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from outrider.engine.api import NewRequest, SamplingParams
@@ -69,6 +71,7 @@ MTP = "mtp"
 PAGE_TOKENS = 16
 SEARCH_TOKENS = 64  # decoded for each k that is tried
 PROFILED_STEPS = 8
+IDLE = "(idle)"
 PROGRESS_S = 5.0  # between two lines of progress
 PAUSE_CYCLES = 1_000_000  # about half a millisecond, in which a graph is launched
 
@@ -291,9 +294,22 @@ def graph_times(engine: Engine) -> Iterator[dict[str, list[float]]]:
 
 
 def kernel_times(profiler: profile) -> list[tuple[float, int, str]]:
-    events = [event for event in profiler.key_averages() if event.self_device_time_total]
-    times = [(event.self_device_time_total / 1e3, event.count, event.key) for event in events]
-    return sorted(times, reverse=True)
+    """Milliseconds, launches and name of each kernel, and of nothing: the GPU's idle time."""
+    spans = sorted(
+        (event.time_range.end, event.time_range.start, event.name)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA
+    )
+    spent_us: dict[str, float] = defaultdict(float)
+    count: dict[str, int] = defaultdict(int)
+    before = min((start for _, start, _ in spans), default=0.0)
+    for end, start, name in spans:
+        if start > before:
+            spent_us[IDLE] += start - before
+        spent_us[name] += end - max(start, before)
+        count[name] += 1
+        before = end
+    return sorted(((us / 1e3, count[name], name) for name, us in spent_us.items()), reverse=True)
 
 
 def bytes_read(engine: Engine, k: int) -> int:
@@ -321,7 +337,7 @@ def show_kernels(measured: Measured, args: argparse.Namespace) -> None:
         print(f"      {what}: {num_steps}, of {all_ms / num_steps:.3f} ms of the GPU each")
         for ms, count, name in times[: args.kernels]:
             share = f"{ms / num_steps:8.3f} ms  {ms / all_ms:5.1%}"
-            each = f"{count / num_steps:7.1f} x {1e3 * ms / count:8.1f} us"
+            each = f"{count / num_steps:7.1f} x {1e3 * ms / max(count, 1):8.1f} us"
             print(f"      {share}  {each}  {name[:100]}", flush=True)
 
 
