@@ -72,7 +72,8 @@ def make_pass(
 
     def run() -> torch.Tensor:
         memory.num_rows.fill_(position // CELL * CELL)
-        return implementation(x, heads, weights, memory, rows, num_tokens)
+        parts = x.tensor_split([heads.num_channels], 1)
+        return implementation(*parts, heads, weights, memory, rows, num_tokens)
 
     return run
 

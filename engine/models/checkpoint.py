@@ -7,7 +7,7 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,19 +150,27 @@ class AnyCheckpoint(ABC):
         return Norm(1 + weight.float() if adds_one else weight, eps)
 
     def linear(
-        self, num_inputs: int, sizes: Mapping[str, Outputs], axis: Axis | None = None
+        self,
+        num_inputs: int,
+        sizes: Mapping[str, Outputs],
+        axis: Axis | None = None,
+        order: Tensor | None = None,
     ) -> Linear:
         """Linear layers that read the same input, as one; `sizes` are their outputs, by name.
 
+        `order`: how their outputs are to lie, each among those of its own layer; without a bias.
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape, and
         UnsupportedModelError if a layer is in a format that is not served.
         """
         totals = {name: num_outputs(size) for name, size in sizes.items()}
         weight = self.weight(num_inputs, sizes, axis)
-        self._lend(weight, totals)
+        if order is not None:
+            weight = weight.reordered(order)
+        self._lend(weight, totals, order)
         biases = [f"{name}.bias" for name in sizes]
         if biases[0] not in self:
             return Linear(weight, None, axis)
+        assert order is None
         # One that is added to a sum over ranks is whole on each.
         cuts = [Cut("outputs", sections_of(size)) for size in sizes.values()]
         bias = self.stacked(*biases, cuts=cuts if axis == "outputs" else ())
@@ -176,12 +184,13 @@ class AnyCheckpoint(ABC):
         self._lend(weight, {OUTPUT_LAYER: len(embedding)})
         return Linear(weight, None)
 
-    def _lend(self, weight: Matrix, sizes: dict[str, int]) -> None:
+    def _lend(self, weight: Matrix, sizes: dict[str, int], order: Tensor | None = None) -> None:
         first = [0, *accumulate(sizes.values())]
+        stored = slice(None) if order is None else order.argsort()
         self.lent.append(
             Lent(
                 [f"{name}.weight" for name in sizes],
-                lambda: weight.dequantised().split([*sizes.values()]),
+                lambda: weight.dequantised()[stored].split([*sizes.values()]),
                 lambda x, i: weight.taken(x, first[i]),
             )
         )
@@ -206,8 +215,7 @@ class Checkpoint(AnyCheckpoint):
         share: Share = WHOLE,
         renamed: Mapping[str, str] = {},
     ) -> None:
-        """`read` reads quantised layers, whole. `renamed` are parts of names in the files, and what
-        they are here.
+        """`read` reads quantised layers, whole. `renamed` is as in `name_in_text`.
 
         Raises WeightFileError if files are missing or damaged.
         """
@@ -219,7 +227,7 @@ class Checkpoint(AnyCheckpoint):
         self._warned = False
         self._file_of = open_files(folder)
         # The text of a model that also reads images has the names of a model of text.
-        self._stored_name = {_renamed(name_in_text(name), renamed): name for name in self._file_of}
+        self._stored_name = {name_in_text(name, renamed): name for name in self._file_of}
         self._num_tensors = len(self._file_of)
 
     def __contains__(self, name: str) -> bool:
@@ -319,21 +327,21 @@ class Checkpoint(AnyCheckpoint):
         matrices = [self._share_of(layer, cut) for layer, cut in zip(sizes, cuts, strict=True)]
         if not rounds_inputs:
             matrices = [each and without_rounding(each) for each in matrices]
-        narrow = [matrix for matrix in matrices if matrix is not None]
-        if not narrow:
-            return Dense(self.stacked(*names, cuts=cuts))
-        self.has_quantised = True
         for name, matrix, shape in zip(names, matrices, shapes, strict=True):
             if matrix is not None:
+                self.has_quantised = True
                 check_shape(name, matrix.shape, shape)
-        if len(narrow) == len(names):
-            stacked = stack(narrow)
-            if stacked is not None:
-                return self._narrow(stacked)
-        weights: list[Matrix] = [
-            Dense(self.stacked(name, cuts=[cut])) if matrix is None else self._narrow(matrix)
-            for name, matrix, cut in zip(names, matrices, cuts, strict=True)
-        ]
+        weights: list[Matrix] = []
+        each = zip(names, cuts, matrices, strict=True)
+        for is_plain, neighbours in groupby(each, lambda one: one[2] is None):
+            some, of_some, narrow = zip(*neighbours, strict=True)
+            if is_plain:
+                weights.append(Dense(self.stacked(*some, cuts=of_some)))
+            else:
+                stacked = stack(narrow)
+                weights += map(self._narrow, narrow if stacked is None else [stacked])
+        if len(weights) == 1:
+            return weights[0]
         if all(isinstance(weight, Dense) for weight in weights):  # unpacked
             return Dense(torch.cat([weight.dequantised() for weight in weights]))
         return Stacked(weights)
@@ -378,12 +386,6 @@ class Checkpoint(AnyCheckpoint):
         if not self._warned:
             log.warning("%s", warning)
             self._warned = True
-
-
-def _renamed(name: str, parts: Mapping[str, str]) -> str:
-    for old, new in parts.items():
-        name = name.replace(old, new)
-    return name
 
 
 def check_shape(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:

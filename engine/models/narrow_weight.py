@@ -1,6 +1,7 @@
 """Weights in 4 or 8 bits a number that a GPU multiplies by directly."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Unpack
 
 import torch
@@ -9,8 +10,13 @@ from torch import Tensor
 from outrider.kernels._dispatch import converts_fp8
 from outrider.kernels.model.block_scaled_trial import try_block_scaled_product
 from outrider.kernels.model.narrow_linear import add_narrow_linear, narrow_linear
-from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, round_to_fp8
-from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.narrow_matrix import (
+    NarrowMatrix,
+    dequantise,
+    reordered_rows,
+    round_to_fp8,
+)
+from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.row_codes import Normed, RowCodes, rounded_rows
 from outrider.kernels.model.scaled_linear import add_scaled_linear, scaled_linear
 
@@ -42,6 +48,9 @@ class Narrow(Matrix):
 
     def dequantised(self) -> Tensor:
         return dequantise(self.matrix, self._dtype)
+
+    def reordered(self, order: Tensor) -> "Narrow":
+        return type(self)(reordered_rows(self.matrix, order), self._dtype)
 
     def as_batch_invariant(self, bias: Tensor | None) -> "Narrow":
         return Narrow(self.matrix, self._dtype, batch_invariant=True)
@@ -102,13 +111,29 @@ class Stacked(Unfused):
         self.batch_invariant = all(weight.batch_invariant for weight in weights)
         self.input_eps = max(weight.input_eps for weight in weights)
 
+    def reordered(self, order: Tensor) -> "Stacked":
+        firsts = [0, *accumulate(self._sizes)]
+        each = zip(self._weights, firsts, order.split(self._sizes), strict=False)
+        return Stacked([weight.reordered(part - first) for weight, first, part in each])
+
     def as_batch_invariant(self, bias: Tensor | None) -> "Stacked":
         parts = zip(self._weights, self._biases(bias), strict=True)
         return Stacked([weight.as_batch_invariant(part) for weight, part in parts])
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.cat(self._products(x, bias), 1)
+
+    def pieces(
+        self, x: Normed, bias: Tensor | None, norm: Norm | None, sizes: Sequence[int]
+    ) -> Sequence[Tensor]:
+        assert isinstance(x, Tensor)
+        x = x if norm is None else rms_norm(x, norm)
+        return [*_cut(self._products(x, bias), sizes)]
+
+    def _products(self, x: Tensor, bias: Tensor | None) -> list[Tensor]:
+        """Those of its matrices, which lie side by side."""
         pairs = zip(self._weights, self._biases(bias), strict=True)
-        return torch.cat([weight.multiply(x, part) for weight, part in pairs], 1)
+        return [weight.multiply(x, part) for weight, part in pairs]
 
     def taken(self, x: Tensor, output: int) -> Tensor:
         for weight, size in zip(self._weights, self._sizes, strict=True):
@@ -122,6 +147,21 @@ class Stacked(Unfused):
 
     def dequantised(self) -> Tensor:
         return torch.cat([weight.dequantised() for weight in self._weights])
+
+
+def _cut(side_by_side: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[Tensor]:
+    """Pieces of so many columns; one is a copy only if it has columns of several tensors."""
+    left = list(side_by_side)
+    for size in sizes:
+        parts, missing = [], size
+        while missing:
+            first = left.pop(0)
+            if first.shape[1] > missing:
+                first, rest = first.tensor_split([missing], 1)
+                left.insert(0, rest)
+            parts.append(first)
+            missing -= first.shape[1]
+        yield parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def check_fp8(kind: str, device: torch.device) -> None:

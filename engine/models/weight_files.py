@@ -7,7 +7,7 @@ index says. Only headers are read here, and torch is not needed.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -34,11 +34,17 @@ class Stored(NamedTuple):
     end: int
 
 
-def name_in_text(name: str) -> str:
-    """A tensor's name in the model of text alone, if its checkpoint also has parts for images."""
+def name_in_text(name: str, renamed: Mapping[str, str] = {}) -> str:
+    """A tensor's name in the model of text alone, if its checkpoint also has parts for images.
+
+    `renamed` are parts of names in the files, and what they are here.
+    """
     for stored, own in _TEXT_PARTS.items():
         if name.startswith(stored):
-            return own + name.removeprefix(stored)
+            name = own + name.removeprefix(stored)
+            break
+    for stored, own in renamed.items():
+        name = name.replace(stored, own)
     return name
 
 

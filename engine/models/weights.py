@@ -5,7 +5,7 @@ chooses the format by what the checkpoint holds.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
@@ -95,6 +95,20 @@ class Matrix(Weight):
         """`multiply` for rows of a norm that rounds."""
         raise TypeError(f"{type(self).__name__} takes no codes")
 
+    def pieces(
+        self, x: Normed, bias: Tensor | None, norm: Norm | None, sizes: Sequence[int]
+    ) -> Sequence[Tensor]:
+        """norm(x) W^T + b in pieces of so many outputs. Shape: [T, size] each, rows dense."""
+        if isinstance(x, RowCodes):
+            y = self.multiply_codes(x, bias, gated=False)
+        else:
+            y = self.multiply(x, bias, norm=norm)
+        return torch.split(y, [*sizes], 1)
+
+    def reordered(self, order: Tensor) -> "Matrix":
+        """The same with its outputs in this order. Shape: [N] int64"""
+        raise TypeError(f"{type(self).__name__} has its outputs in one order")
+
     def taken(self, x: Tensor, output: int) -> Tensor:
         """The inputs that this output is computed from: x, or x rounded. Shape: [T, K]."""
         return x
@@ -156,6 +170,9 @@ class Dense(Matrix):
 
     def dequantised(self) -> Tensor:
         return self.matrix
+
+    def reordered(self, order: Tensor) -> "Dense":
+        return Dense(self.matrix[order])
 
     def as_batch_invariant(self, bias: Tensor | None) -> "Dense":
         return Dense(self.matrix, library_rows(self.matrix, bias))
@@ -279,6 +296,9 @@ class RoundedInputs(Unfused):
     def dequantised(self) -> Tensor:
         return self.weight.dequantised()
 
+    def reordered(self, order: Tensor) -> "RoundedInputs":
+        return RoundedInputs(self.weight.reordered(order), self.row_format)
+
     def taken(self, x: Tensor, output: int) -> Tensor:
         return rounded_rows(x, self.row_format)
 
@@ -322,6 +342,14 @@ class Linear(Layer[Matrix]):
         if isinstance(normed, RowCodes):
             return self.weight.multiply_codes(normed, self.bias, gated=gated)
         return self(normed, gated=gated)
+
+    def pieces_of_normed(
+        self, x: Tensor, normed: Normed | None, norm: Norm | None, sizes: Sequence[int]
+    ) -> Sequence[Tensor]:
+        """`of_normed` in pieces of so many outputs. Shape: [T, size] each, rows dense."""
+        if normed is None:
+            return self.weight.pieces(x, self.bias, norm, sizes)
+        return self.weight.pieces(normed, self.bias, None, sizes)
 
     def add_to(self, residual: Tensor, x: Tensor, *, norm: Norm | None = None) -> Normed | None:
         return self.weight.add_to(residual, x, self.bias, norm)

@@ -5,8 +5,8 @@
     decay   = exp(-exp(a_log) softplus(a + dt_bias)),   b = sigmoid(b)
     S       = decay S + k (b (v - (decay S)^T k))^T,    out = S^T q
 
-A row has q, k, v of all heads, then b and a of each value head. How rows pass is in
-`state_layer.py`.
+A row's channels are q, k, v of all heads, its scalars b, then a of each value head. How rows pass
+is in `state_layer.py`.
 """
 
 from functools import partial

@@ -4,8 +4,8 @@
     dt      = softplus(dt + dt_bias),    decay = exp(-exp(a_log) dt)
     S       = decay S + k (dt v)^T,      out = S^T q + skip v
 
-Mamba2 calls v, k, q x, B, C, key heads groups, and key_dim the size of its state. A row has v, k, q
-of all heads, then dt of each value head. How rows pass is in `state_layer.py`.
+Mamba2 calls v, k, q x, B, C, key heads groups, and key_dim the size of its state. A row's channels
+are v, k, q of all heads, its scalars dt of each value head. How rows pass is in `state_layer.py`.
 
 dt has no limits: Mamba2's own kernels, with which models are trained and served, set none unless
 they are asked to. transformers' path of prompts raises dt to `time_step_min`, which is meant for

@@ -235,6 +235,25 @@ def rows_of(matrix: NarrowMatrix, first: int, count: int) -> NarrowMatrix:
     )
 
 
+def reordered_rows(matrix: NarrowMatrix, order: Tensor) -> NarrowMatrix:
+    """The same with its outputs in this order. Shape: order [N]"""
+    rows, scale = matrix.rows, matrix.scale
+    in_order = order[::rows]
+    blocks = in_order[:, None] + torch.arange(rows, device=order.device)
+    if bool((in_order % rows == 0).all()) and torch.equal(blocks.flatten()[: len(order)], order):
+        scale = scale[:, in_order // rows]
+    else:  # outputs that share a scale do not stay together
+        scale, rows = _scale_of_rows(matrix)[:, order], 1
+    zero, factor = matrix.zero, matrix.factor
+    return matrix._replace(
+        codes=matrix.codes.view(torch.uint8)[order].view(matrix.codes.dtype),
+        scale=scale.contiguous(),
+        zero=zero if zero is None else zero[:, order].contiguous(),
+        rows=rows,
+        factor=factor if factor is None else factor[order],
+    )
+
+
 def columns_of(matrix: NarrowMatrix, first: int, count: int) -> NarrowMatrix:
     """A range of inputs: [N, count].
 

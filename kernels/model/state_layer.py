@@ -53,8 +53,12 @@ class StateHeads(NamedTuple):
 
     @property
     def row_width(self) -> int:
-        """q, k, v of all heads, in the layer's own order, then the scalars."""
-        return self.num_channels + self.num_scalars * self.num_value_heads
+        """The channels, in the layer's own order, then the scalars."""
+        return self.num_channels + self.all_scalars
+
+    @property
+    def all_scalars(self) -> int:
+        return self.num_scalars * self.num_value_heads
 
 
 class StateWeights(NamedTuple):
@@ -94,6 +98,7 @@ def rows_kept(num_taps: int, max_drafts: int) -> int:
 
 def pass_rows(
     x: Tensor,
+    scalars: Tensor,
     heads: StateHeads,
     weights: StateWeights,
     memory: StateMemory,
@@ -107,12 +112,15 @@ def pass_rows(
     kernels, which correct what S has for a key, as a delta net does, or, as Mamba2, do not.
 
     Rows at the position `num_tokens` of their slot, or beyond, are of drafts; no more of them than
-    the ring has room for. Shape: x [T, row_width], each row dense; num_tokens [num_slots] int64
-        -> [T, num_value_heads, value_dim], anything in rows of padding.
+    the ring has room for.
+    Shape: x [T, num_channels], scalars [T, all_scalars], each row dense; num_tokens [num_slots]
+        int64 -> [T, num_value_heads, value_dim], anything in rows of padding.
     """
     if not uses_triton(x):
-        return pass_rows_reference(x, heads, weights, memory, rows, num_tokens, pass_row=pass_row)
-    assert x.stride(1) == 1
+        return pass_rows_reference(
+            x, scalars, heads, weights, memory, rows, num_tokens, pass_row=pass_row
+        )
+    assert x.stride(1) == scalars.stride(1) == 1
     assert memory.state.stride(3) == memory.ring.stride(2) == 1
     out = x.new_empty(len(x), heads.num_value_heads, heads.value_dim)
     num_seqs, ring_size = len(rows.slots), memory.ring.shape[1]
@@ -146,6 +154,8 @@ def pass_rows(
         factors,
         x,
         x.stride(0),
+        scalars,
+        scalars.stride(0),
         weights.convolution,
         *weights.convolution.stride(),
         weights.bias,
@@ -171,8 +181,9 @@ def pass_rows(
     )
     # After all programs above have read the ring and the number of rows.
     remember_kernel[(num_seqs, triton.cdiv(heads.row_width, _CHANNELS))](
-        x, x.stride(0), memory.ring, memory.ring.stride(0), *sequences, num_tokens, RING=ring_size,
-        WIDTH=heads.row_width, BLOCK=_CHANNELS, CELL=CELL, **dependent_launch(x.device),
+        x, x.stride(0), scalars, scalars.stride(0), memory.ring, memory.ring.stride(0), *sequences,
+        num_tokens, RING=ring_size, CHANNELS=heads.num_channels, WIDTH=heads.row_width,
+        BLOCK=_CHANNELS, CELL=CELL, **dependent_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -216,6 +227,7 @@ def _cell_by_cell(
 
 def pass_rows_reference(
     x: Tensor,
+    scalars: Tensor,
     heads: StateHeads,
     weights: StateWeights,
     memory: StateMemory,
@@ -227,6 +239,7 @@ def pass_rows_reference(
     """`pass_rows` one row at a time, and all steps of it: over several rows torch might round some
     of them in another way.
     """
+    x = torch.cat((x, scalars), 1)
     out = x.new_zeros(len(x), heads.num_value_heads, heads.value_dim)
     ring_size, num_before = memory.ring.shape[1], weights.convolution.shape[1] - 1
     bounds, seq_lens = rows.cu_seqlens_q.tolist(), rows.seq_lens.tolist()

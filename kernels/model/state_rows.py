@@ -64,8 +64,10 @@ def sequence_of(part, bounds_ptr, num_seqs, size, extra):
 def prepare_kernel(
     convolved_ptr,  # [T + num_seqs * RING, channels]
     factors_ptr,  # [T + num_seqs * RING, 2 * (KEY_HEADS + VALUE_HEADS)]
-    x_ptr,  # [T, row_width]
+    x_ptr,  # [T, channels]
     x_stride,
+    scalars_ptr,  # [T, WIDTH - channels]
+    scalars_stride,
     convolution_ptr,  # [channels, TAPS]
     channel_stride,
     tap_stride,
@@ -145,9 +147,10 @@ def prepare_kernel(
         at = convolved_ptr + row[:, None] * CHANNELS + column[:, None] + d[None, :]
         tl.store(at, y, mask=mask)
         is_value &= is_there
+        first_scalars_ptr = scalars_ptr + begin * scalars_stride - CHANNELS  # as if behind them
         b = _at(
-            first_x_ptr, slot_ring_ptr, position, first, CHANNELS + value_head, is_value, x_stride,
-            RING, WIDTH,
+            first_scalars_ptr, slot_ring_ptr, position, first, CHANNELS + value_head, is_value,
+            scalars_stride, RING, WIDTH,
         ).to(tl.float32)  # fmt: skip
         a_factor = -tl.exp(tl.load(a_log_ptr + value_head, mask=is_value, other=0.0))
         dt_bias = tl.load(dt_bias_ptr + value_head, mask=is_value, other=0.0)
@@ -155,8 +158,8 @@ def prepare_kernel(
             y = y.to(tl.float32)
             norm = tl.rsqrt(tl.sum(y * y, 1) + 1e-6) * tl.where(head < KEY_HEADS, scale, 1.0)
             a = _at(
-                first_x_ptr, slot_ring_ptr, position, first, CHANNELS + VALUE_HEADS + value_head,
-                is_value, x_stride, RING, WIDTH,
+                first_scalars_ptr, slot_ring_ptr, position, first,
+                CHANNELS + VALUE_HEADS + value_head, is_value, scalars_stride, RING, WIDTH,
             ).to(tl.float32)  # fmt: skip
             dt = _softplus(a + dt_bias)
             b = rounded_sigmoid(b, dtype)
@@ -172,8 +175,10 @@ def prepare_kernel(
 
 @triton.jit
 def remember_kernel(
-    x_ptr,  # [T, WIDTH]
+    x_ptr,  # [T, CHANNELS]
     x_stride,
+    scalars_ptr,  # [T, WIDTH - CHANNELS]
+    scalars_stride,
     ring_ptr,  # [num_slots, RING, WIDTH]
     ring_stride,
     slots_ptr,  # [num_seqs]
@@ -183,6 +188,7 @@ def remember_kernel(
     num_rows_stride,
     num_tokens_ptr,  # [num_slots]
     RING: tl.constexpr,
+    CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     CELL: tl.constexpr,
@@ -200,7 +206,10 @@ def remember_kernel(
         c = part * BLOCK + tl.arange(0, BLOCK)
         for row in range(tl.maximum(begin, end - RING), end):
             position = seq_len - (end - row)
-            x = tl.load(x_ptr + row * x_stride + c, mask=c < WIDTH)
+            x = tl.load(x_ptr + row * x_stride + c, mask=c < CHANNELS)
+            scalar_ptr = scalars_ptr + row * scalars_stride + (c - CHANNELS)
+            scalar = tl.load(scalar_ptr, mask=(c >= CHANNELS) & (c < WIDTH))
+            x = tl.where(c < CHANNELS, x, scalar)
             at = ring_ptr + slot * ring_stride + position % RING * WIDTH + c
             tl.store(at, x, mask=c < WIDTH)
         if part == 0:

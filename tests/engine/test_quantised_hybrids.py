@@ -11,8 +11,10 @@ from tiny_models import DEVICE, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.config import ModelConfig
+from outrider.engine.models import checkpoint
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.loading import load_network
+from outrider.engine.models.parts.delta_net import DeltaNet
 
 SHAPE = {
     "hidden_size": 192,
@@ -77,6 +79,33 @@ def check_logits(path: Path, meant: Path) -> None:
     with torch.inference_mode():
         expected = eager.to(DEVICE)(PROMPT[None]).logits[0]
     torch.testing.assert_close(run_prompt(network).logits, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_next"])
+def test_the_inputs_of_a_delta_net_are_one_matrix_in_each_format(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, which keeps their codes, whatever order the files have them in."""
+    monkeypatch.setattr(checkpoint, "uses_triton", lambda _: True)
+    torch.manual_seed(0)
+    plain = save_tiny_hybrid(tmp_path / "plain", architecture, **SHAPE)
+    path = quantise(plain, tmp_path, "ct 4 bits", leave=(*SMALL, "expert"))
+    check_logits(path, tmp_path / "meant")
+    network = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+    assert isinstance(network, Decoder)
+    net = network.blocks[0].mixer
+    assert isinstance(net, DeltaNet)
+    given = torch.randn(3, net.inputs.weight.shape[1], device=DEVICE)
+    heads = net.state.heads
+    sizes = heads.num_channels, heads.num_value_heads * heads.value_dim, heads.all_scalars
+    *of_codes, scalars = net.inputs.pieces_of_normed(given, None, None, sizes)
+    assert of_codes[0].untyped_storage().data_ptr() == of_codes[1].untyped_storage().data_ptr()
+    whole = net.inputs(given)
+    assert torch.equal(torch.cat((*of_codes, scalars), 1), whole)
+    # Pieces that have numbers of both matrices.
+    across = net.inputs.pieces_of_normed(given, None, None, (7, whole.shape[1] - 10, 3))
+    assert torch.equal(torch.cat([*across], 1), whole)
+    assert [piece.shape[1] for piece in across] == [7, whole.shape[1] - 10, 3]
 
 
 @pytest.mark.parametrize(

@@ -372,7 +372,8 @@ def states(heads: StateHeads, *, corrects: bool) -> None:
     rows = BatchRows(tokens, tokens, tokens, tokens, tokens, bounds)
     memory = StateMemory(state, ring, tokens)
     layer = delta_net if corrects else mamba2
-    layer(empty(300, heads.row_width), heads, weights, memory, rows, tokens)
+    x = empty(300, heads.num_channels), empty(300, heads.all_scalars)
+    layer(*x, heads, weights, memory, rows, tokens)
 
 
 def delta_nets() -> None:

@@ -27,6 +27,7 @@ from outrider.kernels.model.narrow_matrix import (
     columns_of,
     dequantise,
     narrow_matrix,
+    reordered_rows,
     round_to_fp8,
     rows_of,
     stack,
@@ -168,6 +169,21 @@ def test_ranges_of_outputs_and_inputs_stand_for_those_of_the_plain_matrix(
         assert part.kind == matrix.kind
         got = dequantise(part, torch.float32)
         assert torch.equal(got, plain[:, first : first + count])
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_outputs_in_another_order_are_those_of_the_plain_matrix(format_: NumberFormat) -> None:
+    """Also if outputs that share a scale do not stay together."""
+    matrix = narrow_of(format_, 320, 256)
+    plain = dequantise(matrix, torch.float32)
+    first, second, last = torch.arange(320, device=DEVICE).split(128)
+    moved = torch.cat((second, first, last))
+    turned = torch.cat((first, second.flip(0).roll(1), last))  # blocks begin with their own first
+    shifted = torch.arange(320, device=DEVICE).roll(-192)  # 192 to 319, then from 0 on
+    for order in (moved, turned, shifted):
+        got = reordered_rows(matrix, order)
+        assert torch.equal(dequantise(got, torch.float32), plain[order])
+        assert got.rows == (128 if order is moved and matrix.rows == 128 else 1)
 
 
 def test_ranges_of_inputs_that_cut_a_scale_are_refused() -> None:

@@ -83,7 +83,9 @@ def run(
     num_tokens = torch.tensor([known.get(i, 0) for i in range(NUM_SLOTS)], device=DEVICE)
     weights = weights_of(heads, x.dtype)
     given = rows_of(batch, num_padding)
-    out = implementation(rows, heads, weights, memory, given, num_tokens)
+    channels, scalars = rows.tensor_split([heads.num_channels], 1)
+    scalars = scalars.clone()  # its rows lie closer together
+    out = implementation(channels, scalars, heads, weights, memory, given, num_tokens)
     return list(out[: len(rows) - num_padding].split([count for *_, count in batch]))
 
 

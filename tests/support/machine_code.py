@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
@@ -43,6 +44,45 @@ def launches(gpu: Gpu) -> Iterator[list[Any]]:
     """Inside, tensors are made up, and launches compile only. Gives the compiled kernels."""
     found: list[Any] = []
     run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        def mock(value: Any) -> Any:
+            return MockTensor(value.dtype, [1]) if isinstance(value, torch.Tensor) else value
+
+        options = {name: mock(value) for name, value in options.items()}
+        kernel = run(self, *map(mock, args), grid=grid, warmup=True, **options)
+        found.append(kernel)
+
+    with _made_up(gpu, compile_only):
+        yield found
+
+
+@contextmanager
+def names_of_launches(gpu: Gpu) -> Iterator[list[str]]:
+    """Inside, tensors are made up, and nothing runs. Gives the names of the kernels that would be
+    launched, those of torch's operators among them.
+    """
+    found: list[str] = []
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            name = func.overloadpacket.__name__
+            if func.namespace == "aten" and not func.is_view and "empty" not in name:
+                found.append(name)
+            return func(*args, **(kwargs or {}))
+
+    def note(self: Any, *args: Any, **options: Any) -> None:
+        found.append(self.fn.__name__)
+
+    with _made_up(gpu, note), Operators():
+        yield found
+
+
+@contextmanager
+def _made_up(gpu: Gpu, run: Callable[..., None]) -> Iterator[None]:
+    """Inside, tensors are of this GPU, and have no memory; `run` takes the launches of Triton's."""
     major, minor = gpu.capability
     target = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, 32),
@@ -53,18 +93,10 @@ def launches(gpu: Gpu) -> Iterator[list[Any]]:
         ),
     )
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        def mock(value: Any) -> Any:
-            return MockTensor(value.dtype, [1]) if isinstance(value, torch.Tensor) else value
-
-        options = {name: mock(value) for name, value in options.items()}
-        kernel = run(self, *map(mock, args), grid=grid, warmup=True, **options)
-        found.append(kernel)
-
     _forget()
     with (
         patch.object(driver, "_active", target),
-        patch.object(JITFunction, "run", compile_only),
+        patch.object(JITFunction, "run", run),
         patch.object(torch.cuda, "get_device_capability", lambda device: gpu.capability),
         patch.object(
             torch.cuda,
@@ -73,7 +105,7 @@ def launches(gpu: Gpu) -> Iterator[list[Any]]:
         ),
         FakeTensorMode(),
     ):
-        yield found
+        yield
     _forget()
 
 

@@ -1,6 +1,6 @@
 """A gated delta net: it looks at other tokens through a state of one size, not through their KV."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,14 +21,13 @@ from .head_states import HeadStates
 
 @dataclass(slots=True)
 class DeltaNet(Part):
-    """output(norm(delta_net(q, k, v, b, a)) silu(z)),  q, k, v, b, a, z = inputs(norm(x))."""
+    """output(norm(delta_net(q, k, v, b, a)) silu(z)),  q, k, v, z, b, a = inputs(norm(x))."""
 
     inputs: Linear
     output: Linear
     weights: StateWeights
     gated_norm: Norm  # of each value head
     state: HeadStates
-    order: Tensor | None = field(default=None, kw_only=True)  # of the inputs' columns
 
     def __post_init__(self) -> None:
         self.norm = self.norm and self.inputs.weight.before(self.norm)
@@ -55,23 +54,26 @@ class DeltaNet(Part):
         num_channels = 2 * num_keys + num_values
         sizes: dict[str, Outputs] = {
             "in_proj_qkv": channels,
+            "in_proj_z": num_values,
             "in_proj_b": heads.num_value_heads,
             "in_proj_a": heads.num_value_heads,
-            "in_proj_z": num_values,
         }
         if by_key_head:
             sizes = {
                 "in_proj_qkvz": num_channels + num_values,
                 "in_proj_ba": 2 * heads.num_value_heads,
             }
-            order = columns_by_kind(heads).to(tensors.device)
+            order = rows_by_kind(heads).to(tensors.device)
         convolution = tensors.tensor(
             f"{name}.conv1d.weight", num_channels, 1, num_taps, cut=Cut("outputs", channels)
         )
         return DeltaNet(
             norm=norm,
             inputs=tensors.linear(
-                width, {f"{name}.{part}": size for part, size in sizes.items()}, axis="outputs"
+                width,
+                {f"{name}.{part}": size for part, size in sizes.items()},
+                axis="outputs",
+                order=order,
             ),
             output=tensors.linear(num_values, {f"{name}.out_proj": width}, axis="inputs"),
             weights=StateWeights(
@@ -81,24 +83,21 @@ class DeltaNet(Part):
             ),
             gated_norm=Norm(tensors.float32(f"{name}.norm.weight", heads.value_dim), norm.eps),
             state=HeadStates(heads, num_taps),
-            order=order,
         )
 
     def __call__(
         self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Normed | None:
-        state = self.state
-        rows = self.inputs.of_normed(x, normed, self.norm)
-        if self.order is not None:
-            rows = rows[:, self.order]
-        rows, z = rows.tensor_split([state.heads.row_width], 1)
-        y = delta_net(rows, state.heads, self.weights, state.bound, batch.rows, batch.num_tokens)
+        state, heads = self.state, self.state.heads
+        sizes = heads.num_channels, heads.num_value_heads * heads.value_dim, heads.all_scalars
+        qkv, z, ba = self.inputs.pieces_of_normed(x, normed, self.norm, sizes)
+        y = delta_net(qkv, ba, heads, self.weights, state.bound, batch.rows, batch.num_tokens)
         return self.output.add_to(x, gated_norm(y, self.gated_norm, z), norm=next_norm)
 
 
-def columns_by_kind(heads: StateHeads) -> Tensor:
-    """Of columns that lie by key head (q, k, v, z of each, then b, a of each), the order in which
-    they are q, k, v, b, a, z of all heads.
+def rows_by_kind(heads: StateHeads) -> Tensor:
+    """Of rows that lie by key head (q, k, v, z of each, then b, a of each), the order in which
+    they are q, k, v, z, b, a of all heads.
     """
     num_key_heads = heads.num_key_heads
     repeats = heads.num_value_heads // num_key_heads
@@ -109,4 +108,4 @@ def columns_by_kind(heads: StateHeads) -> Tensor:
     b, a = (
         (num_first + torch.arange(2 * heads.num_value_heads)).view(num_key_heads, 2, -1).unbind(1)
     )
-    return torch.cat([part.flatten() for part in (q, k, v, b, a, z)])
+    return torch.cat([part.flatten() for part in (q, k, v, z, b, a)])

@@ -95,8 +95,9 @@ class Mamba2(Part):
         self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Normed | None:
         state, norm = self.state, self.gated_norm
-        rows = self.inputs.of_normed(x, normed, self.norm)
-        z, rows = rows.tensor_split([norm.weight.numel()], 1)
-        y = mamba2(rows, state.heads, self.weights, state.bound, batch.rows, batch.num_tokens)
+        heads = state.heads
+        sizes = norm.weight.numel(), heads.num_channels, heads.all_scalars
+        z, vkq, dt = self.inputs.pieces_of_normed(x, normed, self.norm, sizes)
+        y = mamba2(vkq, dt, heads, self.weights, state.bound, batch.rows, batch.num_tokens)
         gated = gated_norm(y.view(len(y), *norm.weight.shape), norm, z, gates_first=True)
         return self.add(x, self.output, gated, next_norm)
