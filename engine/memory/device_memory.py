@@ -160,12 +160,14 @@ class DeviceMemory:
         """Whether pages for this sequence are on their way from the host."""
         return self.awaits_pages and self._awaits is memory
 
-    def bring_back(self, memory: SequenceMemory, num_reusable: int) -> bool:
+    def bring_back(
+        self, memory: SequenceMemory, num_reusable: int, *, steps_wait: bool = False
+    ) -> bool:
         """Begin to bring back what the host has of the first `num_reusable` tokens of a waiting
         sequence that fits; returns whether it should wait for a transfer.
 
         Whatever is brought back can be found like any cached page once `receive` is called, also if
-        nobody asks for it any more.
+        nobody asks for it any more. `steps_wait`: at once, and steps wait for the copies.
         """
         if self.host is None or not self.prefix_caching:
             return False
@@ -186,17 +188,16 @@ class DeviceMemory:
             if (awaited := self.states.awaited(hashes[edge - 1])) is None:
                 return False
             missing.append(awaited)
-        self.host.reserve(missing)
-        self.host.load([self._take(g, len(hashes)) for g, hashes in enumerate(missing)])
+        self.host.load(missing, self._take)
         self._awaits = memory
-        self.receive()
+        self.receive(steps_wait=steps_wait)
         return self.host.is_loading
 
-    def receive(self) -> None:
-        """Let sequences find what has come back from the host."""
+    def receive(self, *, steps_wait: bool = False) -> None:
+        """Let sequences find what has come back from the host, or what steps will wait for."""
         if self.host is None or not self.host.is_loading:
             return
-        for g, page, page_hash, has_draft in self.host.take_arrived():
+        for g, page, page_hash, has_draft in self.host.take_arrived(steps_wait=steps_wait):
             kind = self._kinds[g]
             if page_hash is not None and kind.record(page, page_hash) and has_draft and g == 0:
                 self._pages_with_draft.add(page)

@@ -27,6 +27,9 @@ class PageCopies(Protocol):
     def load(self, group: int, host_pages: Sequence[int], pages: Sequence[int]) -> None:
         """Begin to copy pages back to the device."""
 
+    def before_steps(self) -> None:
+        """Let further steps on the device wait until what `load` has begun is done."""
+
     def has_loaded(self) -> bool:
         """Whether all that `load` has begun is done."""
 
@@ -36,6 +39,9 @@ class PageCopies(Protocol):
     @property
     def num_bytes(self) -> int:
         """Of host memory."""
+
+
+_PIECE_PAGES = 256  # of a transfer: they are copied while the host lists the next ones
 
 
 @dataclass(slots=True)
@@ -115,28 +121,45 @@ class HostTier:
                 self._copies.save(group, [*page_of.values()], [*page_of])
                 self.num_saved += len(page_of) if group == 0 else 0
 
-    def reserve(self, wanted: Sequence[Sequence[bytes]]) -> None:
-        """Keep these pages of each group until they have come back."""
-        self._coming = [dict.fromkeys(hashes, 0) for hashes in wanted]
+    def load(
+        self, wanted: Sequence[Sequence[bytes]], take: Callable[[int, int], list[int]]
+    ) -> None:
+        """Begin to copy these pages of each group into pages of the device.
+
+        `take(group, count)` holds so many there, and saves what they hold: piece by piece, so that
+        copies in both directions run side by side.
+        """
+        self._coming = [dict.fromkeys(hashes, 0) for hashes in wanted]  # stay until they have come
+        self._filled = [[] for _ in wanted]
         for kept, hashes in zip(self._kept, wanted, strict=True):
             for page_hash in reversed(hashes):  # the beginning of a prefix goes last
                 kept.move_to_end(page_hash)
+        for group, hashes in enumerate(wanted):
+            for first in range(0, len(hashes), _PIECE_PAGES):
+                piece = hashes[first : first + _PIECE_PAGES]
+                self._load_piece(group, piece, take(group, len(piece)))
 
-    def load(self, pages: Sequence[Sequence[int]]) -> None:
-        """Begin to copy what was reserved into these pages of each group, which are held for it."""
-        self._filled = [list(of_group) for of_group in pages]
-        for group, coming in enumerate(self._coming):
-            coming.update(zip(coming, pages[group], strict=False))  # empty if a copy has failed
-            moves = sorted((self._kept[group][h].host_page, page) for h, page in coming.items())
-            if moves and self._copies is not None:
-                with self._or_fail():  # sorted: neighbours go in one copy
-                    self._copies.load(group, [m[0] for m in moves], [m[1] for m in moves])
+    def _load_piece(self, group: int, hashes: Sequence[bytes], pages: list[int]) -> None:
+        coming, kept = self._coming[group], self._kept[group]
+        self._filled[group] += pages
+        for page_hash, page in zip(hashes, pages, strict=True):
+            if page_hash in coming:  # none is if a copy has failed
+                coming[page_hash] = page
+        moves = sorted((kept[h].host_page, coming[h]) for h in hashes if h in coming)
+        if moves and self._copies is not None:
+            with self._or_fail():  # sorted: neighbours go in one copy
+                self._copies.load(group, [m[0] for m in moves], [m[1] for m in moves])
 
-    def take_arrived(self) -> list[Arrival]:
-        """The pages of a transfer that has ended, those of the beginning of a prefix last."""
+    def take_arrived(self, *, steps_wait: bool = False) -> list[Arrival]:
+        """The pages of a transfer that has ended, those of the beginning of a prefix last.
+
+        `steps_wait`: it need not have ended, since steps launched from now on wait for it.
+        """
         if self._copies is not None:
             with self._or_fail():
-                if not self._copies.has_loaded():
+                if steps_wait:
+                    self._copies.before_steps()
+                elif not self._copies.has_loaded():
                     return []
         arrived = []
         for group, (pages, coming) in enumerate(zip(self._filled, self._coming, strict=True)):

@@ -62,11 +62,11 @@ class HostPages(PageCopies):
     def has_loaded(self) -> bool:
         return True
 
-    def wait(self) -> None:
+    def before_steps(self) -> None:
         pass
 
-    def before_steps(self) -> None:
-        """Let further steps on the device wait until what `load` has begun is done."""
+    def wait(self) -> None:
+        pass
 
     def _gather(self, group: int, pages: Tensor, rows: Tensor) -> None:
         for part, of_part in self._parts(group, rows):
@@ -160,6 +160,7 @@ class PinnedHostPages(HostPages):
 
     def before_steps(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._loaded)
+        self._saving.wait_event(self._loaded)  # the host's pages may be given to others
 
     def _rows(self, group: int, buffer: int, count: int) -> Tensor:
         """Shape: [count, bytes of a page]."""

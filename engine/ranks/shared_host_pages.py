@@ -39,13 +39,20 @@ class SharedHostPages(PageCopies):
         if group in self._theirs:
             self._send(op, (self._theirs[group],), np.array((pages, to)))
 
+    def before_steps(self) -> None:
+        self._own.before_steps()
+        self._send_loaded()
+
     def has_loaded(self) -> bool:
         """Of this rank; the others' steps, from the next one on, wait for what they load."""
         has_loaded = self._own.has_loaded()
         if has_loaded:
-            self._send(Op.LOADED, (), np.zeros(0, dtype=np.int64))
+            self._send_loaded()
         return has_loaded
 
     def wait(self) -> None:
         self._own.wait()
+        self._send_loaded()
+
+    def _send_loaded(self) -> None:
         self._send(Op.LOADED, (), np.zeros(0, dtype=np.int64))

@@ -72,7 +72,10 @@ class Scheduler:
                 continue
             if not self._fits(request):
                 break
-            if self._memory.bring_back(request.memory, request.num_reusable_tokens):
+            # If nobody else runs, the device may wait for the copies: meanwhile the host seats the
+            # sequence and launches its step.
+            num_reusable, is_alone = request.num_reusable_tokens, not self._sequences.running
+            if self._memory.bring_back(request.memory, num_reusable, steps_wait=is_alone):
                 continue
             budget -= self._admit(request, budget, plan)
             prefilling.append(request)

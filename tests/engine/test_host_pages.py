@@ -1,5 +1,7 @@
 """Pages come back from host memory as they were, all layers of a group together."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from tiny_models import DEVICE
@@ -41,6 +43,7 @@ def contents(group: LayerGroup, pages: list[int]) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.parametrize("waits", ["wait", "before_steps"])
 @pytest.mark.parametrize("buffer_bytes", [1, 10**6])  # on a GPU: page by page, or all at once
 @pytest.mark.parametrize(
     ("dtype", "shapes"),
@@ -55,6 +58,7 @@ def test_pages_come_back_as_they_were(
     dtype: torch.dtype,
     shapes: list[tuple[int, int, int]],
     buffer_bytes: int,
+    waits: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_pages, "_BUFFER_BYTES", buffer_bytes)
@@ -67,9 +71,21 @@ def test_pages_come_back_as_they_were(
         for pages in layer.bound_pages:
             pages.view(torch.uint8)[torch.tensor(saved)] = 0
     copies.load(1, [0, 1, 2, 4, 5], [2, 3, 11, 7, 5])
-    copies.wait()
-    assert copies.has_loaded()
+    getattr(copies, waits)()  # the host waits, or the device
     for was, now in zip(before, contents(groups[1], saved), strict=True):
         assert torch.equal(was, now)
     for was, now in zip(untouched, contents(groups[1], others), strict=True):
         assert torch.equal(was, now)
+    assert copies.has_loaded()
+
+
+def test_steps_and_what_goes_to_the_host_wait_for_what_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once steps wait for a page, its room in host memory may be given to another."""
+    pages, steps, saving = object.__new__(host_pages.PinnedHostPages), Mock(), Mock()
+    pages._device, pages._saving, pages._loaded = DEVICE, saving, Mock()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: steps)
+    pages.before_steps()
+    for stream in (steps, saving):
+        stream.wait_event.assert_called_once_with(pages._loaded)

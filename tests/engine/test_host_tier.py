@@ -17,6 +17,7 @@ from outrider.engine import measuring
 from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
 from outrider.engine.config import ConfigError, EngineConfig
 from outrider.engine.engine import Engine
+from outrider.engine.memory import host_tier
 from outrider.engine.memory.announcements import PageRemoved, PageStored
 from outrider.engine.memory.device_memory import DeviceMemory
 from outrider.engine.memory.host_tier import PageCopies
@@ -42,16 +43,22 @@ class Copies(PageCopies):
         self.device: list[dict[int, object]] = [{} for _ in range(num_groups)]
         self.host: list[dict[int, object]] = [{} for _ in range(num_groups)]
         self.num_saved, self.is_late = 0, False
+        self.calls: list[tuple[str, int]] = []  # with how many pages
         self._begun: list[tuple[int, Sequence[int], Sequence[int]]] = []
 
     def save(self, group: int, pages: Sequence[int], host_pages: Sequence[int]) -> None:
         assert len(set(host_pages)) == len(host_pages)
+        self.calls.append(("save", len(pages)))
         for page, host_page in zip(pages, host_pages, strict=True):
             self.host[group][host_page] = self.device[group][page]
         self.num_saved += len(pages)
 
     def load(self, group: int, host_pages: Sequence[int], pages: Sequence[int]) -> None:
+        self.calls.append(("load", len(pages)))
         self._begun.append((group, host_pages, pages))
+
+    def before_steps(self) -> None:
+        self.wait()
 
     def has_loaded(self) -> bool:
         if not self.is_late:
@@ -154,6 +161,32 @@ def test_nobody_finds_a_page_before_it_has_come() -> None:
     memory.receive()
     assert memory.attach_prefix(one, 16, 0) == 16
     memory.check_integrity([one])
+
+
+def test_pages_that_steps_wait_for_are_found_before_they_have_come() -> None:
+    memory, copies = two_tiers(6, 20)
+    compute(memory, copies, FIRST)
+    compute(memory, copies, SECOND)
+    copies.is_late = True
+    one = SequenceMemory(FIRST)
+    assert not memory.bring_back(one, 16, steps_wait=True)
+    assert not memory.awaits_pages
+    assert memory.attach_prefix(one, 16, 0) == 16
+    assert [copies.device[0][page] for page in one.pages[0]] == [
+        ("", FIRST[: end + PAGE]) for end in range(0, 16, PAGE)
+    ]
+    memory.check_integrity([one])
+
+
+def test_pages_come_back_while_others_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once all others have gone, which takes as long again."""
+    monkeypatch.setattr(host_tier, "_PIECE_PAGES", 3)
+    memory, copies = two_tiers(6, 20)
+    compute(memory, copies, FIRST)
+    compute(memory, copies, SECOND)
+    copies.calls.clear()
+    assert compute(memory, copies, FIRST) == 16
+    assert copies.calls == [("save", 2), ("load", 3), ("save", 1), ("load", 1), ("save", 1)]
 
 
 def test_a_page_on_its_way_stays_until_it_has_come() -> None:
@@ -324,17 +357,38 @@ def engine_with_memory(engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("fails", ["save", "load", "has_loaded"])
+def test_a_sequence_alone_is_seated_while_its_pages_come_back(target: Path) -> None:
+    """The device waits for the copies; the host launches the step that reads them at once."""
+    engine = lagging(tiered(engine_config(target, num_pages=40, proposer="none")))
+    expected = [tokens(outputs) for outputs in run(engine, ASKED[:1], GREEDY)]
+    run(engine, ASKED[1:3], GREEDY)
+    engine = engine_with_memory(engine)
+    begin(engine, "back", ASKED[0])
+    engine.step()
+    assert [request.num_cached_tokens for request in engine.sequences.running] == [60]
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    assert [tokens(outputs)] == expected
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("fails", "is_alone"),
+    [("save", True), ("load", True), ("before_steps", True), ("has_loaded", False)],
+)
 def test_a_tier_that_fails_is_left_with_one_warning(
-    fails: str, target: Path, caplog: pytest.LogCaptureFixture
+    fails: str, is_alone: bool, target: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = engine_config(target, proposer="none", num_pages=24)
     asked, greedy = ASKED[:2], replace(GREEDY, max_tokens=4)
     expected = [tokens(run(Engine(config), [prompt], greedy)[0]) for prompt in asked]
     engine = with_copies(lagging(tiered(config)), lambda copies: FailingCopies(copies, fails))
+    others = [] if is_alone else [[1, 2, 3]]
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert [tokens(run(engine, [prompt], greedy)[0]) for prompt in asked] == expected
+            for prompt, answer in zip(asked, expected, strict=True):
+                assert tokens(run(engine, [*others, prompt], greedy)[-1]) == answer
     warnings = [r.message for r in caplog.records if "host memory" in r.message]
     assert len(warnings) == 1
     assert "the bus is gone" in warnings[0]

@@ -186,6 +186,14 @@ def test_ranks_copy_the_groups_that_they_have() -> None:
     assert [call.args[0] for call in own.save.call_args_list] == [0, 1, 2]
 
 
+def test_steps_of_all_ranks_wait_for_what_comes_back() -> None:
+    own, sent = Mock(), []
+    pages = SharedHostPages(own, lambda op, *_: sent.append(op), groups=[0], num_bytes=1)
+    pages.before_steps()
+    own.before_steps.assert_called_once_with()
+    assert sent == [Op.LOADED]
+
+
 @pytest.mark.deep
 def test_all_ranks_bring_states_back_with_their_pages(
     tmp_path: Path, start: Callable[[EngineConfig], Engine]

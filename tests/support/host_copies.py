@@ -33,6 +33,9 @@ class LateCopies(PageCopies):
         self._begun.append((group, host_pages, pages))
         self._left = self._times()
 
+    def before_steps(self) -> None:
+        self.wait()
+
     def has_loaded(self) -> bool:
         self._left -= 1
         if self._left < 0:
