@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm
-from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.row_codes import Rows
 
 from .attention import ForwardBatch, PagedAttention
 from .network import PagedLayers
@@ -26,8 +26,8 @@ class Block:
         self.parts = parts
 
     def __call__(
-        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
-    ) -> Normed | None:
+        self, x: Tensor, normed: Rows | None, next_norm: Norm | None, batch: ForwardBatch
+    ) -> Rows | None:
         """Shape: x, normed [T, hidden]; returns next_norm(x) or None."""
         next_norms = *(part.norm for part in self.parts[1:]), next_norm
         for part, norm in zip(self.parts, next_norms, strict=True):
@@ -103,7 +103,7 @@ class Stack(PagedLayers):
             self.blocks[i] = block.changed(change)
         self.output_layer = change(self.output_layer)
 
-    def through_blocks(self, x: Tensor, normed: Normed | None, batch: ForwardBatch) -> None:
+    def through_blocks(self, x: Tensor, normed: Rows | None, batch: ForwardBatch) -> None:
         """Add the outputs of all blocks to x in place. Shape: x, normed [T, hidden]."""
         for block, next_norm in zip(self.blocks, self._next_norms, strict=True):
             normed = block(x, normed, next_norm, batch)

@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from outrider.kernels._dispatch import converts_fp8
+from outrider.kernels._dispatch import converts_fp8, uses_triton
 from outrider.kernels.model.block_scaled_trial import try_block_scaled_product
 from outrider.kernels.model.narrow_linear import add_narrow_linear, narrow_linear
 from outrider.kernels.model.narrow_matrix import (
@@ -16,12 +16,12 @@ from outrider.kernels.model.narrow_matrix import (
     reordered_rows,
     round_to_fp8,
 )
-from outrider.kernels.model.rms_norm import Norm, rms_norm
-from outrider.kernels.model.row_codes import Normed, RowCodes, rounded_rows
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.row_codes import Rows, plain, round_rows, rounded_rows
 from outrider.kernels.model.scaled_linear import add_scaled_linear, scaled_linear
 
 from .admission import UnsupportedModelError
-from .weights import Dense, Fused, Linear, Matrix, Unfused
+from .weights import Dense, Fused, Linear, Matrix, finished, normed
 
 
 class Narrow(Matrix):
@@ -36,14 +36,16 @@ class Narrow(Matrix):
         self.num_bytes = matrix.num_bytes
         self.format = matrix.kind
 
-    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
-        return narrow_linear(x, self.matrix, bias, batch_invariant=self.batch_invariant, **fused)
+    def multiply(self, x: Rows, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+        return narrow_linear(
+            plain(x), self.matrix, bias, batch_invariant=self.batch_invariant, **fused
+        )
 
     def add_to(
-        self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
-    ) -> Normed | None:
+        self, residual: Tensor, x: Rows, bias: Tensor | None, norm: Norm | None
+    ) -> Rows | None:
         return add_narrow_linear(
-            residual, x, self.matrix, bias, norm=norm, batch_invariant=self.batch_invariant
+            residual, plain(x), self.matrix, bias, norm=norm, batch_invariant=self.batch_invariant
         )
 
     def dequantised(self) -> Tensor:
@@ -66,25 +68,20 @@ class Scaled(Narrow):
         assert matrix.row_format is not None
         super().__init__(matrix, dtype, batch_invariant=True)
         self.format = f"{matrix.kind} (inputs too)"
-        self._row_format = matrix.row_format
+        self.row_format = matrix.row_format
         try_block_scaled_product(matrix, dtype)
 
-    def before(self, norm: Norm) -> Norm:
-        return norm._replace(rounds=self._row_format)
-
-    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+    def multiply(self, x: Rows, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
         return scaled_linear(x, self.matrix, bias, **fused)
 
-    def multiply_codes(self, rows: RowCodes, bias: Tensor | None, *, gated: bool) -> Tensor:
-        return scaled_linear(rows, self.matrix, bias, gated=gated)
-
     def add_to(
-        self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
-    ) -> Normed | None:
+        self, residual: Tensor, x: Rows, bias: Tensor | None, norm: Norm | None
+    ) -> Rows | None:
         return add_scaled_linear(residual, x, self.matrix, bias, norm=norm)
 
     def taken(self, x: Tensor, output: int) -> Tensor:
-        return rounded_rows(x, self._row_format)
+        assert self.row_format is not None
+        return rounded_rows(x, self.row_format)
 
     def as_batch_invariant(self, bias: Tensor | None) -> "Scaled":
         return self
@@ -99,7 +96,7 @@ def in_fp8(layer: Linear) -> Linear:
     return layer._replace(weight=Scaled(rounded, matrix.dtype))
 
 
-class Stacked(Unfused):
+class Stacked(Matrix):
     """Matrices of different formats, stacked as one: each has its own product."""
 
     def __init__(self, weights: list[Matrix]) -> None:
@@ -110,6 +107,10 @@ class Stacked(Unfused):
         self.format = "mixed"
         self.batch_invariant = all(weight.batch_invariant for weight in weights)
         self.input_eps = max(weight.input_eps for weight in weights)
+        formats = [weight.row_format for weight in weights]
+        of_codes = {each for each in formats if each is not None}
+        if len(of_codes) == 1:
+            self.row_format = of_codes.pop()._replace(keeps_rows=None in formats)
 
     def reordered(self, order: Tensor) -> "Stacked":
         firsts = [0, *accumulate(self._sizes)]
@@ -120,20 +121,32 @@ class Stacked(Unfused):
         parts = zip(self._weights, self._biases(bias), strict=True)
         return Stacked([weight.as_batch_invariant(part) for weight, part in parts])
 
-    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.cat(self._products(x, bias), 1)
+    def multiply(self, x: Rows, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+        return finished(torch.cat(self._products(x, bias, fused.get("norm")), 1), **fused)
+
+    def add_to(
+        self, residual: Tensor, x: Rows, bias: Tensor | None, norm: Norm | None
+    ) -> Rows | None:
+        residual.add_(torch.cat(self._products(x, bias, None), 1))
+        return None
 
     def pieces(
-        self, x: Normed, bias: Tensor | None, norm: Norm | None, sizes: Sequence[int]
+        self, x: Rows, bias: Tensor | None, norm: Norm | None, sizes: Sequence[int]
     ) -> Sequence[Tensor]:
-        assert isinstance(x, Tensor)
-        x = x if norm is None else rms_norm(x, norm)
-        return [*_cut(self._products(x, bias), sizes)]
+        return [*_cut(self._products(x, bias, norm), sizes)]
 
-    def _products(self, x: Tensor, bias: Tensor | None) -> list[Tensor]:
+    def _products(self, x: Rows, bias: Tensor | None, norm: Norm | None) -> list[Tensor]:
         """Those of its matrices, which lie side by side."""
+        if isinstance(x, Tensor):
+            if self.row_format is not None and uses_triton(x):
+                x = round_rows(x, self.row_format, norm)
+            else:
+                x = normed(x, norm)
         pairs = zip(self._weights, self._biases(bias), strict=True)
-        return [weight.multiply(x, part) for weight, part in pairs]
+        return [
+            weight.multiply(plain(x) if weight.row_format is None else x, part)
+            for weight, part in pairs
+        ]
 
     def taken(self, x: Tensor, output: int) -> Tensor:
         for weight, size in zip(self._weights, self._sizes, strict=True):

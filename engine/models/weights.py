@@ -26,7 +26,7 @@ from outrider.kernels.model.narrow_matrix import RowFormat
 from outrider.kernels.model.packed_linear import PackedWeight, pack_weight, packed_linear
 from outrider.kernels.model.product import product
 from outrider.kernels.model.rms_norm import Norm, rms_norm, rms_norm_reference
-from outrider.kernels.model.row_codes import Normed, RowCodes, rounded_rows
+from outrider.kernels.model.row_codes import Rows, plain, rounded_rows
 from outrider.kernels.model.silu_mul import silu_mul, silu_mul_reference
 
 Axis = Literal["outputs", "inputs"]
@@ -73,14 +73,16 @@ class Weight(ABC):
 class Matrix(Weight):
     """The matrix of a linear layer, [N, K]."""
 
+    row_format: RowFormat | None = None  # of codes, if it multiplies by those of rows
+
     @abstractmethod
-    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+    def multiply(self, x: Rows, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
         """x W^T + b. Shape: x [T, K] -> [T, N] or, gated, [T, N / 2]."""
 
     @abstractmethod
     def add_to(
-        self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
-    ) -> Normed | None:
+        self, residual: Tensor, x: Rows, bias: Tensor | None, norm: Norm | None
+    ) -> Rows | None:
         """Add x W^T + b to the residual in place. Returns norm(residual) if that comes cheaply.
 
         Otherwise returns None, and the layer that reads the residual must apply `norm`.
@@ -89,21 +91,13 @@ class Matrix(Weight):
 
     def before(self, norm: Norm) -> Norm:
         """The norm in front of this layer; it also rounds its result if the layer wants codes."""
-        return norm
-
-    def multiply_codes(self, rows: RowCodes, bias: Tensor | None, *, gated: bool) -> Tensor:
-        """`multiply` for rows of a norm that rounds."""
-        raise TypeError(f"{type(self).__name__} takes no codes")
+        return norm._replace(rounds=self.row_format)
 
     def pieces(
-        self, x: Normed, bias: Tensor | None, norm: Norm | None, sizes: Sequence[int]
+        self, x: Rows, bias: Tensor | None, norm: Norm | None, sizes: Sequence[int]
     ) -> Sequence[Tensor]:
         """norm(x) W^T + b in pieces of so many outputs. Shape: [T, size] each, rows dense."""
-        if isinstance(x, RowCodes):
-            y = self.multiply_codes(x, bias, gated=False)
-        else:
-            y = self.multiply(x, bias, norm=norm)
-        return torch.split(y, [*sizes], 1)
+        return torch.split(self.multiply(x, bias, norm=norm), [*sizes], 1)
 
     def reordered(self, order: Tensor) -> "Matrix":
         """The same with its outputs in this order. Shape: [N] int64"""
@@ -127,18 +121,26 @@ class Unfused(Matrix):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b. Shape: [T, K] -> [T, N]."""
 
-    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
-        norm, out = fused.get("norm"), fused.get("out")
-        y = self._product(x if norm is None else rms_norm(x, norm), bias)
-        if fused.get("gated"):
-            y = silu_mul(y)
-        return y if out is None else out.copy_(y)
+    def multiply(self, x: Rows, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+        return finished(self._product(normed(plain(x), fused.get("norm")), bias), **fused)
 
     def add_to(
-        self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
-    ) -> Tensor | None:
-        residual.add_(self._product(x, bias))
+        self, residual: Tensor, x: Rows, bias: Tensor | None, norm: Norm | None
+    ) -> Rows | None:
+        residual.add_(self._product(plain(x), bias))
         return None
+
+
+def normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else rms_norm(x, norm)
+
+
+def finished(y: Tensor, **fused: Unpack[Fused]) -> Tensor:
+    """What is to be made of a product. Shape: [T, N] -> [T, N] or, gated, [T, N / 2]"""
+    if fused.get("gated"):
+        y = silu_mul(y)
+    out = fused.get("out")
+    return y if out is None else out.copy_(y)
 
 
 class Dense(Matrix):
@@ -154,14 +156,16 @@ class Dense(Matrix):
         self.num_bytes = matrix.nbytes
         self.batch_invariant = library is not None
 
-    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+    def multiply(self, x: Rows, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+        x = plain(x)
         if self._library is not None:
             return batch_invariant_linear(x, self.matrix, bias, self._library, **fused)
         return linear(x, self.matrix, bias, **fused)
 
     def add_to(
-        self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
-    ) -> Normed | None:
+        self, residual: Tensor, x: Rows, bias: Tensor | None, norm: Norm | None
+    ) -> Rows | None:
+        x = plain(x)
         if self._library is not None:
             return add_batch_invariant_linear(
                 residual, x, self.matrix, bias, self._library, norm=norm
@@ -264,8 +268,8 @@ class Tiles(Unfused):
         rounded = Codes(codes.to(torch.int8).flatten(1), scale)
         return Tiles(pack_tiles(rounded, Layout.EIGHT_HALF), matrix.dtype, "8-bit")
 
-    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
-        norm, out, x = fused.get("norm"), fused.get("out"), x.float()
+    def multiply(self, x: Rows, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+        norm, out, x = fused.get("norm"), fused.get("out"), plain(x).float()
         if norm is not None:
             x = rms_norm_reference(x, norm._replace(weight=norm.weight.float()))
         y = self._product(x, bias)
@@ -286,7 +290,7 @@ class RoundedInputs(Unfused):
     input_eps = 2**-8
 
     def __init__(self, weight: Matrix, row_format: RowFormat) -> None:
-        self.weight, self.row_format = weight, row_format
+        self.weight, self._rounded_to = weight, row_format
         self.shape, self.num_bytes = weight.shape, weight.num_bytes
         self.format, self.batch_invariant = weight.format, weight.batch_invariant
 
@@ -297,13 +301,13 @@ class RoundedInputs(Unfused):
         return self.weight.dequantised()
 
     def reordered(self, order: Tensor) -> "RoundedInputs":
-        return RoundedInputs(self.weight.reordered(order), self.row_format)
+        return RoundedInputs(self.weight.reordered(order), self._rounded_to)
 
     def taken(self, x: Tensor, output: int) -> Tensor:
-        return rounded_rows(x, self.row_format)
+        return rounded_rows(x, self._rounded_to)
 
     def packed(self, *, rounds: bool) -> Matrix:
-        return RoundedInputs(self.weight.packed(rounds=rounds), self.row_format)
+        return RoundedInputs(self.weight.packed(rounds=rounds), self._rounded_to)
 
 
 class Layer(NamedTuple, Generic[W]):
@@ -330,28 +334,26 @@ class Layer(NamedTuple, Generic[W]):
 class Linear(Layer[Matrix]):
     """A linear layer: x W^T + b."""
 
-    def __call__(self, x: Tensor, **fused: Unpack[Fused]) -> Tensor:
+    def __call__(self, x: Rows, **fused: Unpack[Fused]) -> Tensor:
         return self.weight.multiply(x, self.bias, **fused)
 
     def of_normed(
-        self, x: Tensor, normed: Normed | None, norm: Norm | None, *, gated: bool = False
+        self, x: Tensor, normed: Rows | None, norm: Norm | None, *, gated: bool = False
     ) -> Tensor:
         """The layer of norm(x), which is there already if `normed` is not None."""
         if normed is None:
             return self(x, norm=norm, gated=gated)
-        if isinstance(normed, RowCodes):
-            return self.weight.multiply_codes(normed, self.bias, gated=gated)
         return self(normed, gated=gated)
 
     def pieces_of_normed(
-        self, x: Tensor, normed: Normed | None, norm: Norm | None, sizes: Sequence[int]
+        self, x: Tensor, normed: Rows | None, norm: Norm | None, sizes: Sequence[int]
     ) -> Sequence[Tensor]:
         """`of_normed` in pieces of so many outputs. Shape: [T, size] each, rows dense."""
         if normed is None:
             return self.weight.pieces(x, self.bias, norm, sizes)
         return self.weight.pieces(normed, self.bias, None, sizes)
 
-    def add_to(self, residual: Tensor, x: Tensor, *, norm: Norm | None = None) -> Normed | None:
+    def add_to(self, residual: Tensor, x: Rows, *, norm: Norm | None = None) -> Rows | None:
         return self.weight.add_to(residual, x, self.bias, norm)
 
 

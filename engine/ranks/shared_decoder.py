@@ -18,7 +18,7 @@ from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.model.expert_matrix import Activation
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Routing
-from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.row_codes import Rows
 from outrider.kernels.model.split_product import PeerParts, add_parts, add_parts_reference
 
 from ..models.attention import ForwardBatch
@@ -134,17 +134,18 @@ class SummedOverRanks(Matrix):
         self._weight, self._group = weight, group
         self.shape, self.num_bytes = weight.shape, weight.num_bytes
         self.format, self.input_eps = weight.format, weight.input_eps
-        self.batch_invariant = weight.batch_invariant
+        self.batch_invariant, self.row_format = weight.batch_invariant, weight.row_format
 
-    def multiply(self, x: Tensor, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+    def multiply(self, x: Rows, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
         assert not fused, "sums over ranks are only added"
-        out = x.new_zeros(len(x), self.shape[0])
+        rows = x if isinstance(x, Tensor) else x.codes
+        out = torch.zeros(len(rows), self.shape[0], dtype=x.dtype, device=rows.device)
         self.add_to(out, x, bias, None)
         return out
 
     def add_to(
-        self, residual: Tensor, x: Tensor, bias: Tensor | None, norm: Norm | None
-    ) -> Normed | None:
+        self, residual: Tensor, x: Rows, bias: Tensor | None, norm: Norm | None
+    ) -> Rows | None:
         parts = self._group.parts(residual, lambda out: self._weight.multiply(x, None, out=out))
         return _add(residual, parts, bias, norm)
 
@@ -173,7 +174,7 @@ class ExpertsOverRanks(ExpertWeights):
 
     def add_to(
         self, x: Tensor, inner: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
-    ) -> Normed | None:
+    ) -> Rows | None:
         def compute(out: Tensor | None) -> Tensor:
             part = torch.zeros_like(x) if out is None else out.zero_()
             self._weight.add_to(part, inner, routing, bias, None)
@@ -191,7 +192,7 @@ class ExpertsOverRanks(ExpertWeights):
 
 def _add(
     residual: Tensor, parts: Tensor | PeerParts, bias: Tensor | None, norm: Norm | None
-) -> Normed | None:
+) -> Rows | None:
     """Add the parts of all ranks, in their order, and then the bias. Shape: [T, N] each."""
     if isinstance(parts, PeerParts) or uses_triton(residual):
         return add_parts(residual, parts, norm, bias)

@@ -29,7 +29,7 @@ from .expert_matrix import (
 from .experts_product import experts_product
 from .rms_norm import Norm
 from .routing import Routing
-from .row_codes import Normed
+from .row_codes import Rows
 from .silu_mul import silu_mul_reference
 from .split_product import add_parts
 
@@ -60,7 +60,7 @@ def add_experts(
     routing: Routing,
     down: ExpertMatrix,
     norm: Norm | None = None,
-) -> Normed | None:
+) -> Rows | None:
     """Add the weighted outputs of each row's pairs to the residual in place. Returns norm(residual)
     if that comes cheaply.
 

@@ -1,6 +1,5 @@
 """The norm behind a layer with a state: of each head, or group of heads, by itself, and gated."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -8,15 +7,16 @@ from .._dispatch import uses_triton
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .rms_norm import Norm, inverse_rms, rms_norm_reference
+from .row_codes import Rows, as_wanted, empty_rows, places_of, store_codes
 from .silu_mul import silu
 
 _AT_ONCE = 1024  # numbers of a program, if a head has fewer
 
 
-def gated_norm(x: Tensor, norm: Norm, gate: Tensor, *, gates_first: bool = False) -> Tensor:
+def gated_norm(x: Tensor, norm: Norm, gate: Tensor, *, gates_first: bool = False) -> Rows:
     """norm(x) silu(gate) of each head or, with `gates_first`, norm(x silu(gate)).
 
-    Heads have the same weights [dim], or each its own [heads, dim].
+    Heads have the same weights [dim], or each its own [heads, dim]. Rounded if the norm rounds.
     Shape: x [T, heads, dim], dense; gate [T, heads * dim], each row dense -> [T, heads * dim].
     """
     num_rows, num_heads, dim = x.shape
@@ -25,16 +25,17 @@ def gated_norm(x: Tensor, norm: Norm, gate: Tensor, *, gates_first: bool = False
     assert x.is_contiguous()
     assert norm.weight.is_contiguous()
     assert gate.stride(1) == 1
-    out = torch.empty(num_rows, num_heads * dim, dtype=x.dtype, device=x.device)
     # By the width of a head alone: how it is summed depends on it.
     block = triton.next_power_of_2(dim)
     heads = max(1, _AT_ONCE // block)
+    rows = empty_rows(x.flatten(1), norm.rounds, size=heads * dim if dim == block else 1)
     _gated_norm_kernel[(num_rows, triton.cdiv(num_heads, heads))](
-        out, x, norm.weight, norm.eps, gate, gate.stride(0), num_heads, DIM=dim,
+        x, norm.weight, norm.eps, gate, gate.stride(0), num_heads,
+        **places_of(rows, norm.rounds), NUM_IN=num_heads * dim, DIM=dim,
         WEIGHT_STRIDE=dim if norm.weight.ndim == 2 else 0, GATES_FIRST=gates_first, HEADS=heads,
         BLOCK=block, num_warps=max(4, min(8, block // 512)), **dependent_launch(x.device),
     )  # fmt: skip
-    return out
+    return as_wanted(rows, norm.rounds)
 
 
 def gated_norm_reference(
@@ -51,13 +52,18 @@ def gated_norm_reference(
 
 @triton.jit
 def _gated_norm_kernel(
-    out_ptr,  # [T, heads, DIM]
     x_ptr,  # [T, heads, DIM]
     weight_ptr,  # [DIM], or of each head
     eps,
     gate_ptr,  # [T, heads * DIM]
     gate_stride,
     num_heads,
+    out_ptr,  # [T, heads, DIM] or None
+    codes_ptr,  # [T, WIDTH] or None
+    codes_scale_ptr,  # [T, groups] or None
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_IN: tl.constexpr,
     DIM: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
     GATES_FIRST: tl.constexpr,
@@ -83,4 +89,11 @@ def _gated_norm_kernel(
     y *= inverse_rms(tl.sum(y * y, 1), eps, DIM)[:, None] * weight
     if not GATES_FIRST:
         y *= factor
-    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
+    y = y.to(x_ptr.dtype.element_ty)
+    if out_ptr is not None:
+        tl.store(out_ptr + at, y, mask=mask)
+    if codes_ptr is not None:
+        SIZE: tl.constexpr = HEADS * DIM
+        y = tl.reshape(y.to(tl.float32), [SIZE])
+        first = tl.program_id(1) * SIZE
+        store_codes(y, row, first, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, SIZE)

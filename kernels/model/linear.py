@@ -17,7 +17,7 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import tl, triton
 from .product import is_ahead, product
 from .rms_norm import Norm, rms_norm, rms_norm_reference
-from .row_codes import Normed
+from .row_codes import Rows
 from .silu_mul import silu_mul, silu_mul_reference
 from .split_product import add_split_product, can_split
 from .tiles import MAX_SPLIT_ROWS
@@ -88,7 +88,7 @@ def add_linear(
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
-) -> Normed | None:
+) -> Rows | None:
     """Add a linear layer to the residual in place. Returns norm(residual) if that comes cheaply.
 
     Otherwise returns None, and the layer that reads the residual must apply `norm`.

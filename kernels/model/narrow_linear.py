@@ -20,7 +20,7 @@ from .narrow_matrix import NarrowMatrix, dequantise, has_4_bits
 from .narrow_numbers import unpack
 from .narrow_product import narrow_product
 from .rms_norm import Norm, rms_norm
-from .row_codes import Normed
+from .row_codes import Rows
 from .split_product import add_parts
 from .tiles import MAX_SPLIT_ROWS, num_splits_of
 
@@ -74,7 +74,7 @@ def add_narrow_linear(
     *,
     norm: Norm | None = None,
     batch_invariant: bool = False,
-) -> Normed | None:
+) -> Rows | None:
     """Like `add_linear`: add x W^T + b to the residual in place.
 
     Returns norm(residual) if that comes cheaply; otherwise None, and the next layer must apply it.

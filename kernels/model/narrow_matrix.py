@@ -40,6 +40,7 @@ class RowFormat(NamedTuple):
     group: int  # inputs that share a scale
     num_groups: int
     width: int  # codes of a row: K, padded
+    keeps_rows: bool = False  # whether rows are wanted as they are, too
 
 
 class NarrowMatrix(NamedTuple):

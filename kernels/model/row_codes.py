@@ -3,9 +3,13 @@
     x[t, k] = value(code[t, k]) * scale[t, k // group],     scale = max |x| in group / largest code
 
 A row is rounded by itself, so its codes do not depend on the batch.
+
+Rounding takes no launch where the kernel in front has whole groups of a row anyway, as norms and
+gates have: it stores what the next layer wants (`empty_rows`, `places_of`, `store_codes`). It
+rounds what it would have stored otherwise, so codes are the same either way.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +33,20 @@ class RowCodes(NamedTuple):
     codes: Tensor  # [T, width] float8_e4m3fn or int8, 0 behind the inputs
     scale: Tensor  # [T, groups] float32
     dtype: torch.dtype  # of the rows before, and of products with them
+    plain: Tensor | None = None  # [T, K] the rows before, if the format keeps them
 
 
-# What a norm gives to the layer behind it.
-Normed = Tensor | RowCodes
+# What a layer takes; one that takes codes also takes rows as they are, and rounds them.
+Rows = Tensor | RowCodes
+
+
+def plain(rows: Rows) -> Tensor:
+    """The rows as they are. Raises TypeError if there are only codes."""
+    if isinstance(rows, Tensor):
+        return rows
+    if rows.plain is None:
+        raise TypeError("rows are there as codes alone, for a layer that takes none")
+    return rows.plain
 
 
 def round_rows(x: Tensor, format_: RowFormat, norm: Norm | None = None) -> RowCodes:
@@ -40,30 +54,64 @@ def round_rows(x: Tensor, format_: RowFormat, norm: Norm | None = None) -> RowCo
     if not uses_triton(x):
         return round_rows_reference(x, format_, norm)
     assert x.stride(-1) == 1
-    rows = empty_rows(x, format_)
+    rows = empty_rows(x, format_, x if norm is None else None)
+    assert isinstance(rows, RowCodes)
     _round_rows_kernel[(len(x),)](
-        rows.codes,
-        rows.scale,
-        x,
-        norm.weight if norm is not None else None,
-        norm.eps if norm is not None else 0.0,
-        x.stride(0),
+        x_ptr=x,
+        norm_ptr=norm.weight if norm is not None else None,
+        eps=norm.eps if norm is not None else 0.0,
+        x_stride=x.stride(0),
         NUM_IN=x.shape[1],
-        WIDTH=format_.width,
-        GROUP=format_.group,
+        **places_of(rows, format_),
         **block_of_row(format_.width, 16 if norm is None else 8),  # a norm as `add_parts` takes it
         **dependent_launch(x.device),
     )
     return rows
 
 
-def empty_rows(like: Tensor, format_: RowFormat) -> RowCodes:
-    """Memory for as many rows. Shape: [T, K]."""
+def empty_rows(
+    like: Tensor,
+    format_: RowFormat | None,
+    out: Tensor | None = None,
+    *,
+    size: int | None = None,
+) -> Rows:
+    """Memory for as many rows, in which a kernel stores them as a layer wants them (`places_of`).
+
+    A program has `size` neighbours of a row, a power of 2, or the whole row. If that is less than a
+    group, or no codes are wanted, it stores rows as they are: in `out`, if that is given.
+    Shape: like, out [T, K]
+    """
+    if format_ is None or (size and size < format_.group):
+        return like.new_empty(like.shape) if out is None else out
+    if format_.keeps_rows and out is None:
+        out = like.new_empty(like.shape)
     return RowCodes(
         like.new_empty(len(like), format_.width, dtype=format_.dtype),
         like.new_empty(len(like), format_.num_groups, dtype=torch.float32),
         like.dtype,
+        out if format_.keeps_rows else None,
     )
+
+
+def places_of(rows: Rows | None, format_: RowFormat | None) -> dict[str, Any]:
+    """The arguments of a kernel that say where it stores rows: as they are, as codes, or both."""
+    if not isinstance(rows, RowCodes) or format_ is None:
+        return {"out_ptr": rows, "codes_ptr": None, "codes_scale_ptr": None, "WIDTH": 0, "GROUP": 0}
+    return {
+        "out_ptr": rows.plain,
+        "codes_ptr": rows.codes,
+        "codes_scale_ptr": rows.scale,
+        "WIDTH": format_.width,
+        "GROUP": format_.group,
+    }
+
+
+def as_wanted(rows: Rows, format_: RowFormat | None) -> Rows:
+    """Rows in such memory as a layer wants them; rounding may take a kernel of its own."""
+    if format_ is None or isinstance(rows, RowCodes):
+        return rows
+    return round_rows(rows, format_)
 
 
 def round_rows_reference(x: Tensor, format_: RowFormat, norm: Norm | None = None) -> RowCodes:
@@ -79,7 +127,8 @@ def round_rows_reference(x: Tensor, format_: RowFormat, norm: Norm | None = None
     codes = (groups / scale[:, :, None]).flatten(1)[:, :num_in]
     codes = to_e4m3(codes) if is_fp8 else codes.round().to(torch.int8)
     padded = F.pad(codes.view(torch.uint8), (0, format_.width - num_in))
-    return RowCodes(padded.view(format_.dtype), scale, x.dtype)
+    kept = x if format_.keeps_rows else None
+    return RowCodes(padded.view(format_.dtype), scale, x.dtype, kept)
 
 
 def rounded_rows(x: Tensor, format_: RowFormat, norm: Norm | None = None) -> Tensor:
@@ -91,8 +140,9 @@ def rounded_rows(x: Tensor, format_: RowFormat, norm: Norm | None = None) -> Ten
 
 @triton.jit
 def _round_rows_kernel(
+    out_ptr,  # [num_rows, NUM_IN], or None
     codes_ptr,  # [num_rows, WIDTH]
-    scale_ptr,  # [num_rows, groups]
+    codes_scale_ptr,  # [num_rows, groups]
     x_ptr,  # [num_rows, NUM_IN]
     norm_ptr,  # [NUM_IN] or None
     eps,
@@ -113,16 +163,22 @@ def _round_rows_kernel(
     x = tl.load(x_ptr + row * x_stride + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
     if norm_ptr is not None:
         x = normed_row(x, norm, eps, NUM_IN)
-        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)  # as a layer of other weights would get it
-    store_codes(x, row, codes_ptr, scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)
+        rounded = x.to(x_ptr.dtype.element_ty)  # as a layer of other weights would get it
+        if out_ptr is not None:
+            tl.store(out_ptr + row * NUM_IN + k, rounded, mask=k < NUM_IN)
+        x = rounded.to(tl.float32)
+    store_codes(x, row, 0, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)
 
 
 @triton.jit
 def store_codes(
-    x, row, codes_ptr, scale_ptr, NUM_IN: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, row, first, codes_ptr, scale_ptr, NUM_IN: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Round one row. Shape: x [BLOCK] float32, 0 behind the inputs."""
+    """Round a row, or its whole groups from the input `first` on.
+
+    Shape: x [BLOCK] float32, 0 behind the inputs.
+    """
     CODE: tl.constexpr = codes_ptr.dtype.element_ty
     LARGEST: tl.constexpr = 127.0 if tl.int8 == CODE else 448.0
     # One group may be no power of two.
@@ -133,11 +189,11 @@ def store_codes(
     largest = tl.max(tl.abs(groups).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     largest = tl.maximum(largest, 1e-12, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.div_rn(largest, LARGEST)
-    group = tl.arange(0, BLOCK // SIZE)
+    group = first // GROUP + tl.arange(0, BLOCK // SIZE)
     tl.store(scale_ptr + row * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
     x = tl.reshape(_quotient(groups, scale[:, None], tl.div_rn(1.0, scale)[:, None]), [BLOCK])
     codes = _nearest_int8(x) if tl.int8 == CODE else e4m3(x)
-    k = tl.arange(0, BLOCK)
+    k = first + tl.arange(0, BLOCK)
     tl.store(codes_ptr + row * WIDTH + k, codes, mask=k < WIDTH)
 
 

@@ -13,13 +13,13 @@ from .._dispatch import uses_triton
 from .linear import linear_reference
 from .narrow_matrix import NarrowMatrix, dequantise
 from .rms_norm import Norm
-from .row_codes import Normed, RowCodes, round_rows, rounded_rows
+from .row_codes import RowCodes, Rows, round_rows, rounded_rows
 from .scaled_product import most_rows_in_parts, parts_of, scaled_product
 from .split_product import add_parts
 
 
 def scaled_linear(
-    x: Normed,
+    x: Rows,
     matrix: NarrowMatrix,
     bias: Tensor | None = None,
     *,
@@ -32,12 +32,10 @@ def scaled_linear(
     Rows that are rounded already have no norm.
     Shape: x [T, K], rows dense, matrix [N, K] or, gated, [2 N, K], out [T, N] dense -> [T, N]
     """
-    rows = x
-    if not isinstance(rows, RowCodes):
-        if not uses_triton(rows):
-            y = scaled_linear_reference(rows, matrix, bias, norm=norm, gated=gated)
-            return y if out is None else out.copy_(y)
-        rows = _rounded(rows, matrix, norm)
+    if isinstance(x, Tensor) and not uses_triton(x):
+        y = scaled_linear_reference(x, matrix, bias, norm=norm, gated=gated)
+        return y if out is None else out.copy_(y)
+    rows = _rounded(x, matrix, norm)
     if out is None:
         num_out = matrix.shape[0]
         shape = len(rows.codes), num_out // 2 if gated else num_out
@@ -48,23 +46,23 @@ def scaled_linear(
 
 def add_scaled_linear(
     residual: Tensor,
-    x: Tensor,
+    x: Rows,
     matrix: NarrowMatrix,
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
-) -> Normed | None:
+) -> Rows | None:
     """Like `add_linear`: add x W^T + b to the residual in place.
 
     Returns norm(residual) if that comes cheaply; otherwise None, and the next layer must apply it.
     Shape: residual [T, N] dense, x [T, K], matrix [N, K] -> [T, N]
     """
-    if not uses_triton(x):
+    if isinstance(x, Tensor) and not uses_triton(x):
         scaled_linear_reference(x, matrix, bias, residual=residual)
         return None
     rows, num_splits = _rounded(x, matrix), parts_of(matrix)
-    if bias is None and len(x) <= most_rows_in_parts(matrix):
-        parts = x.new_empty(num_splits, *residual.shape, dtype=torch.float32)
+    if bias is None and len(residual) <= most_rows_in_parts(matrix):
+        parts = residual.new_empty(num_splits, *residual.shape, dtype=torch.float32)
         scaled_product(parts, rows, matrix, num_splits=num_splits)
         return add_parts(residual, parts, norm)
     scaled_product(residual, rows, matrix, bias, num_splits=num_splits, adds=True)
@@ -87,6 +85,8 @@ def scaled_linear_reference(
     return linear_reference(x, plain, bias, gated=gated, residual=residual)
 
 
-def _rounded(x: Tensor, matrix: NarrowMatrix, norm: Norm | None = None) -> RowCodes:
+def _rounded(x: Rows, matrix: NarrowMatrix, norm: Norm | None = None) -> RowCodes:
+    if isinstance(x, RowCodes):
+        return x
     assert matrix.row_format is not None
     return round_rows(x, matrix.row_format, norm)

@@ -9,25 +9,32 @@ from torch import Tensor
 from .._dispatch import uses_triton
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
+from .narrow_matrix import RowFormat
 from .rms_norm import block_of_row
+from .row_codes import Rows, as_wanted, empty_rows, places_of, store_codes
 
 _AT_ONCE = 2048  # numbers of a program
 
 
-def gate_heads(y: Tensor, gate: Tensor) -> None:
-    """y *= sigmoid(gate). Shape: y [T, heads, dim], gate as y; the numbers of a head are dense."""
+def gate_heads(y: Tensor, gate: Tensor, format_: RowFormat | None = None) -> Rows:
+    """y *= sigmoid(gate), rounded if a format is given; then y itself may have any numbers.
+
+    Shape: y [T, heads, dim], gate as y; the numbers of a head are dense -> [T, heads * dim]
+    """
     num_rows, num_heads, dim = y.shape
     if not uses_triton(y):
-        y.mul_(gate.sigmoid())
-        return
+        return y.mul_(gate.sigmoid()).flatten(1)
     assert y.is_contiguous()
     assert gate.stride(2) == 1
     block = triton.next_power_of_2(dim)
     heads = max(1, _AT_ONCE // block)
+    flat = y.flatten(1)
+    rows = empty_rows(flat, format_, flat, size=heads * dim if dim == block else 1)
     _gate_heads_kernel[(num_rows, triton.cdiv(num_heads, heads))](
-        y, gate, num_heads, *gate.stride()[:2], DIM=dim, HEADS=heads, BLOCK=block,
-        **dependent_launch(y.device),
+        y, gate, num_heads, *gate.stride()[:2], **places_of(rows, format_), NUM_IN=num_heads * dim,
+        DIM=dim, HEADS=heads, BLOCK=block, **dependent_launch(y.device),
     )  # fmt: skip
+    return as_wanted(rows, format_)
 
 
 def gate_rows(y: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -68,6 +75,12 @@ def _gate_heads_kernel(
     num_heads,
     row_stride,
     head_stride,
+    out_ptr,  # y_ptr, or None
+    codes_ptr,  # [T, WIDTH] or None
+    codes_scale_ptr,  # [T, groups] or None
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_IN: tl.constexpr,
     DIM: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -81,10 +94,17 @@ def _gate_heads_kernel(
     d = tl.arange(0, BLOCK)[None, :]
     mask = (head < num_heads) & (d < DIM)
     gate = tl.load(gate_ptr + row * row_stride + head * head_stride + d, mask=mask, other=0.0)
-    at = y_ptr + (row * num_heads + head) * DIM + d
-    y = tl.load(at, mask=mask, other=0.0)
+    at = (row * num_heads + head) * DIM + d
+    y = tl.load(y_ptr + at, mask=mask, other=0.0)
     y = y.to(tl.float32) * rounded_sigmoid(gate.to(tl.float32), y.dtype)
-    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    y = y.to(y_ptr.dtype.element_ty)
+    if out_ptr is not None:
+        tl.store(out_ptr + at, y, mask=mask)
+    if codes_ptr is not None:
+        SIZE: tl.constexpr = HEADS * DIM
+        y = tl.reshape(y.to(tl.float32), [SIZE])
+        first = tl.program_id(1) * SIZE
+        store_codes(y, row, first, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, SIZE)
 
 
 @triton.jit

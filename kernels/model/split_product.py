@@ -17,7 +17,7 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import tl, triton
 from .product import is_ahead, parts_of, product_parts
 from .rms_norm import Norm, block_of_row, normed_row
-from .row_codes import Normed, empty_rows, store_codes
+from .row_codes import Rows, empty_rows, places_of, store_codes
 
 _MIN_LARGE_WEIGHTS = 1 << 24
 
@@ -34,7 +34,7 @@ def can_split(x: Tensor, weight: Tensor) -> bool:
 
 def add_split_product(
     residual: Tensor, x: Tensor, weight: Tensor, norm: Norm | None
-) -> Normed | None:
+) -> Rows | None:
     """Add x W^T to the residual in place; returns norm(residual), or None without a norm.
 
     Shape: residual [T, N] dense, x [T, K], rows dense, weight [N, K]; `can_split` must hold.
@@ -64,11 +64,11 @@ def add_parts(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     num_real: Tensor | None = None,
-) -> Normed | None:
+) -> Rows | None:
     """Add the parts, in order, and then the bias to the residual in place.
 
     Returns norm(residual), rounded if the norm rounds, or None without a norm. `out` takes it if it
-    is given; then the norm does not round. `num_real`: how many rows have parts (None: all).
+    is given and the norm does not round. `num_real`: how many rows have parts (None: all).
     Parts are summed in float32.
     Shape: residual [T, N], rows dense, out [T, N] dense, parts [splits, T, N] of any dtype,
     bias [N], num_real [1] -> [T, N] or None
@@ -80,30 +80,24 @@ def add_parts(
     assert by_address or parts.shape[1:] == residual.shape
     assert residual.stride(1) == 1
     format_ = norm.rounds if norm is not None else None
-    rows = empty_rows(residual, format_) if format_ is not None else None
-    if norm is not None and rows is None and out is None:
-        out = residual.new_empty(residual.shape)
+    rows = empty_rows(residual, format_, out) if norm is not None else None
     _add_parts_kernel[(num_rows,)](
         residual,
-        out,
-        rows.codes if rows is not None else None,
-        rows.scale if rows is not None else None,
-        parts,
-        bias,
-        norm.weight if norm is not None else None,
-        norm.eps if norm is not None else 0.0,
-        num_real,
-        num_rows,
-        residual.stride(0),
+        parts_ptr=parts,
+        bias_ptr=bias,
+        norm_ptr=norm.weight if norm is not None else None,
+        eps=norm.eps if norm is not None else 0.0,
+        num_real_ptr=num_real,
+        num_rows=num_rows,
+        residual_stride=residual.stride(0),
         NUM_IN=width,
-        WIDTH=format_.width if format_ is not None else 0,
-        GROUP=format_.group if format_ is not None else 0,
+        **places_of(rows, format_),
         SPLITS=len(parts),
         BY_ADDRESS=by_address,
         **block_of_row(width if format_ is None else format_.width),
         **dependent_launch(residual.device),
     )
-    return out if rows is None else rows
+    return rows
 
 
 def add_parts_reference(residual: Tensor, parts: Tensor, bias: Tensor | None = None) -> None:
@@ -164,8 +158,8 @@ def _add_parts_kernel(
     if norm_ptr is not None:
         y = stored.to(tl.float32)  # normalise what was stored
         z = normed_row(y, norm, eps, NUM_IN).to(stored.dtype)
+        if out_ptr is not None:
+            tl.store(out_ptr + at, z, mask=mask)
         if codes_ptr is not None:
             z = z.to(tl.float32)
-            store_codes(z, row, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)
-        else:
-            tl.store(out_ptr + at, z, mask=mask)
+            store_codes(z, row, 0, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)

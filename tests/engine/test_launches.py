@@ -1,18 +1,27 @@
 """How many kernels the parts of a step launch, each of which waits for the one before."""
 
+from types import SimpleNamespace
+from typing import Any, Unpack
+
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.models.attention import ForwardBatch
+from outrider.engine.models import narrow_weight
+from outrider.engine.models.attention import ForwardBatch, PagedAttention, Rope
 from outrider.engine.models.narrow_weight import Scaled, Stacked
+from outrider.engine.models.parts.attention import Attention
 from outrider.engine.models.parts.delta_net import DeltaNet
 from outrider.engine.models.parts.head_states import HeadStates
-from outrider.engine.models.weights import Dense, Linear, Matrix
+from outrider.engine.models.weights import Dense, Fused, Linear, Matrix
+from outrider.engine.ranks.shared_decoder import SummedOverRanks
 from outrider.kernels._dispatch import INTERPRET
-from outrider.kernels.model.narrow_matrix import narrow_matrix
-from outrider.kernels.model.rms_norm import Norm, rms_norm
+from outrider.kernels.model.gated_norm import gated_norm
+from outrider.kernels.model.narrow_matrix import RowFormat, narrow_matrix
+from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
+from outrider.kernels.model.row_codes import RowCodes, Rows, plain, round_rows_reference
 from outrider.kernels.model.rows import BatchRows
+from outrider.kernels.model.split_product import add_parts
 from outrider.kernels.model.state_layer import StateHeads, StateMemory, StateWeights, rows_kept
 
 machine_code = pytest.importorskip("machine_code", exc_type=ImportError)
@@ -70,33 +79,94 @@ def batch() -> ForwardBatch:
     return ForwardBatch(of_rows, rows, of_rows, empty(1, 1, 8, dtype=torch.int32), 16, of_one)
 
 
+STATE = ["prepare_kernel", "cells_kernel", "cell_by_cell_kernel", "remember_kernel"]
+
+
 def test_a_delta_net_multiplies_once_for_each_format_of_its_inputs() -> None:
-    """And neither copies nor joins what it gets."""
-    state = ["prepare_kernel", "cells_kernel", "cell_by_cell_kernel", "remember_kernel"]
+    """And nothing copies, joins or rounds what one kernel gives to the next."""
     with machine_code.names_of_launches(machine_code.RTX_4090) as names:
         plain = delta_net(dense(HEADS.row_width + NUM_VALUES, HIDDEN), dense(HIDDEN, NUM_VALUES))
-        x, given = empty(ROWS, HIDDEN), batch()
-        normed = rms_norm(x, plain.norm)
         mixed = Stacked([fp8(HEADS.num_channels + NUM_VALUES, HIDDEN), dense(8, HIDDEN)])
         blocks = delta_net(mixed, fp8(HIDDEN, NUM_VALUES))
+        for net, product in ((plain, "_product_kernel"), (blocks, "_scaled_kernel")):
+            normed = add_parts(empty(ROWS, HIDDEN), empty(2, ROWS, HIDDEN), net.norm)
+            names.clear()
+            net(empty(ROWS, HIDDEN), normed, norm_of(HIDDEN), batch())
+            of_scalars = ["_product_kernel"] if net is blocks else []
+            last = ["_gated_norm_kernel", product, "_add_parts_kernel"]
+            assert names == [product, *of_scalars, *STATE, *last]
         names.clear()
-        plain(x, normed, norm_of(HIDDEN), given)
-        assert names == [
-            "_product_kernel",
-            *state,
-            "_gated_norm_kernel",
-            "_product_kernel",
-            "_add_parts_kernel",
-        ]
+        blocks(empty(ROWS, HIDDEN), None, None, batch())
+        assert names[:3] == ["_round_rows_kernel", "_scaled_kernel", "_product_kernel"]
+
+
+def test_gated_attention_rounds_what_it_gives_to_its_output_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heads = 4, 256
+    monkeypatch.setattr(PagedAttention, "store", lambda *_, **__: empty(ROWS, *heads))
+    monkeypatch.setattr(PagedAttention, "__call__", lambda *_: empty(ROWS, *heads))
+    with machine_code.names_of_launches(machine_code.RTX_4090) as names:
+        part = Attention(
+            norm=norm_of(HIDDEN),
+            qkv=Linear(fp8(2048 + 2 * 256, HIDDEN), None),
+            output=Linear(fp8(HIDDEN, 1024), None),
+            attention=PagedAttention(heads[0], 1, heads[1], heads[1], 1 / 16),
+            rope=Rope(empty(32, dtype=FLOAT32), 1.0),
+            gated=True,
+        )
+        normed = add_parts(empty(ROWS, HIDDEN), empty(2, ROWS, HIDDEN), part.norm)
         names.clear()
-        blocks(x, normed, norm_of(HIDDEN), given)
-        assert names == [
-            "_round_rows_kernel",
-            "_scaled_kernel",
-            "_product_kernel",
-            *state,
-            "_gated_norm_kernel",
-            "_round_rows_kernel",
-            "_scaled_kernel",
-            "_add_parts_kernel",
-        ]
+        part(empty(ROWS, HIDDEN), normed, norm_of(HIDDEN), batch())
+        assert names[-4:] == [
+            "_scaled_kernel", "_gate_heads_kernel", "_scaled_kernel", "_add_parts_kernel"
+        ]  # fmt: skip
+
+
+def test_ranks_are_given_codes_of_their_own_inputs() -> None:
+    group: Any = SimpleNamespace(parts=lambda like, compute: compute(None).unsqueeze(0))
+    with machine_code.names_of_launches(machine_code.RTX_4090) as names:
+        output = Linear(SummedOverRanks(fp8(HIDDEN, NUM_VALUES), group), None)
+        norm = output.weight.before(norm_of(128, FLOAT32))
+        x = empty(ROWS, HEADS.num_value_heads, 128)
+        y = gated_norm(x, norm, empty(ROWS, NUM_VALUES))
+        output.add_to(empty(ROWS, HIDDEN), y)
+        assert names == ["_gated_norm_kernel", "_scaled_kernel", "_add_parts_kernel"]
+        assert output(y).shape == (ROWS, HIDDEN)
+
+
+class Noted(Dense):
+    """Notes what it multiplies."""
+
+    def __init__(self, row_format: RowFormat | None) -> None:
+        super().__init__(torch.empty(16, 256))
+        self.row_format, self.given = row_format, list[Rows]()
+
+    def multiply(self, x: Rows, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
+        self.given.append(x)
+        return torch.zeros(len(plain(x)), 16)
+
+
+def test_each_matrix_of_several_gets_rows_as_it_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    row_format = RowFormat(torch.int8, 128, 2, 256)
+    codes, rows = Noted(row_format), Noted(None)
+    both = Stacked([codes, rows])
+    assert both.row_format == row_format._replace(keeps_rows=True)
+    assert Stacked([codes, codes]).row_format == row_format
+    assert Stacked([rows, rows]).row_format is None
+    assert Stacked([codes, Noted(RowFormat(torch.int8, 256, 1, 256))]).row_format is None
+    x, norm = torch.randn(3, 256), both.before(Norm(torch.randn(256), 1e-6))
+    given = round_rows_reference(x, both.row_format, norm)
+    both.multiply(given, None)
+    monkeypatch.setattr(narrow_weight, "uses_triton", lambda _: True)
+    both.pieces(x, None, norm, [20, 12])
+    for one in codes.given:
+        assert isinstance(one, RowCodes)
+        assert torch.equal(one.codes, given.codes)
+    for one in rows.given:
+        assert isinstance(one, Tensor)
+        assert torch.equal(one, rms_norm_reference(x, norm))
+    assert len(codes.given) == len(rows.given) == 2
+    only_codes = round_rows_reference(x, row_format)
+    with pytest.raises(TypeError, match="as codes alone"):
+        Dense(torch.empty(16, 256)).multiply(only_codes, None)

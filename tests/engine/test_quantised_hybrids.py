@@ -9,11 +9,13 @@ from paged import PROMPT, run_prompt
 from quantised import quantise
 from tiny_models import DEVICE, save_tiny_model
 from transformers import AutoModelForCausalLM
+from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.models import checkpoint
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.loading import load_network
+from outrider.engine.models.narrow_weight import Scaled
 from outrider.engine.models.parts.delta_net import DeltaNet
 
 SHAPE = {
@@ -79,6 +81,28 @@ def check_logits(path: Path, meant: Path) -> None:
     with torch.inference_mode():
         expected = eager.to(DEVICE)(PROMPT[None]).logits[0]
     torch.testing.assert_close(run_prompt(network).logits, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_5_text", pytest.param("qwen3_next", marks=pytest.mark.deep)]
+)
+def test_a_hybrid_whose_inputs_are_rounded_computes_what_transformers_does(
+    architecture: str, tmp_path: Path
+) -> None:
+    """Layer by layer, when it is loaded: on a GPU kernels give each other codes."""
+    torch.manual_seed(0)
+    shape = SHAPE | EXPERTS if architecture == "qwen3_next" else SHAPE
+    plain = save_tiny_hybrid(tmp_path / "plain", architecture, **shape)
+    path = quantise(plain, tmp_path, "fp8 of blocks, inputs too", leave=SMALL)
+    network = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+    assert isinstance(network, Decoder)
+    net = network.blocks[0].mixer
+    assert isinstance(net, DeltaNet)
+    assert net.inputs.weight.input_eps == net.output.weight.input_eps > 0
+    if HAS_KERNELS:
+        assert isinstance(net.output.weight, Scaled)
+        assert net.gated_norm.rounds is not None
+    assert run_prompt(network).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_next"])

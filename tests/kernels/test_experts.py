@@ -33,7 +33,7 @@ from outrider.kernels.model.experts import (
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 from outrider.kernels.model.rms_norm import Norm, rms_norm, rms_norm_reference
 from outrider.kernels.model.routing import Router, Routing, choose_reference, route
-from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.row_codes import Rows
 
 NARROW: dict[str, NumberFormat] = {
     "fp8, one scale": ("fp8", ALL, 64, False),
@@ -122,7 +122,7 @@ def add(
     routing: Routing,
     experts: Experts,
     norm: Norm | None = None,
-) -> Normed | None:
+) -> Rows | None:
     inner = expert_activations(x, routing, experts.first, experts.activation)
     return add_experts(residual, inner, routing, experts.down, norm)
 

@@ -18,7 +18,7 @@ from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.gated_norm import gated_norm
 from outrider.kernels.model.mamba2 import mamba2
 from outrider.kernels.model.narrow_linear import narrow_linear
-from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, has_4_bits
+from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, RowFormat, has_4_bits
 from outrider.kernels.model.narrow_product import narrow_product
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.product import product
@@ -398,11 +398,16 @@ def norms(width: int) -> None:
     rms_norm(empty(9, width), Norm(empty(width), 1e-5))
 
 
+IN_BLOCKS = RowFormat(torch.int8, 128, 32, 4096)  # a code that every GPU has
+
+
 def gates() -> None:
     gate_heads(empty(9, 16, 256), empty(9, 16, 512).chunk(2, 2)[1])
     gate_rows(empty(9, 512), empty(9, 2048), empty(2048))
     weight, z = empty(128, dtype=torch.float32), empty(9, 2 * 32 * 128).chunk(2, 1)[1]
     gated_norm(empty(9, 32, 128), Norm(weight, 1e-6), z)
+    gated_norm(empty(9, 32, 128), Norm(weight, 1e-6, IN_BLOCKS), z)
+    gate_heads(empty(9, 16, 256), empty(9, 16, 512).chunk(2, 2)[1], IN_BLOCKS)
     relu_squared(empty(9, 1024))
 
 
@@ -412,6 +417,7 @@ def test_gates_are_loaded_several_at_a_time() -> None:
     for kernel in kernels:
         loads = re.findall(r"ld\.global\S*", kernel.asm["ptx"])
         assert loads
+        assert not re.search(r"\bSTL\b", machine_code.disassembled(kernel)), "registers are spilled"
         assert all(re.search(r"\.v[24]\.b32", load) for load in loads)
 
 

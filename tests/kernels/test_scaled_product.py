@@ -9,6 +9,7 @@ from verification import DEVICE, HAS_KERNELS
 
 from outrider.kernels.model import block_scaled_product, scaled_product, tiles
 from outrider.kernels.model import scaled_linear as module
+from outrider.kernels.model.gated_norm import gated_norm
 from outrider.kernels.model.linear import linear_reference
 from outrider.kernels.model.narrow_matrix import (
     Kind,
@@ -20,6 +21,8 @@ from outrider.kernels.model.narrow_matrix import (
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.row_codes import (
     RowCodes,
+    Rows,
+    plain,
     round_rows,
     round_rows_reference,
     rounded_rows,
@@ -30,6 +33,7 @@ from outrider.kernels.model.scaled_linear import (
     scaled_linear_reference,
 )
 from outrider.kernels.model.scaled_product import parts_of
+from outrider.kernels.model.sigmoid_gate import gate_heads
 from outrider.kernels.model.split_product import PeerParts, add_parts
 from outrider.kernels.triton_or_none import HAS_GLUON
 
@@ -184,10 +188,56 @@ def test_adding_parts_may_round_the_norm_of_the_sum(format_: tuple[Kind, int, in
     got = add_parts(residual, parts, norm._replace(rounds=row_format))
     assert isinstance(got, RowCodes)
     assert torch.equal(residual, same)
-    assert torch.equal(got.scale, expected.scale)
-    assert torch.equal(got.codes.float(), expected.codes.float())
+    check_codes(got, expected)
     matrix = make(format_, 48, 300)
     assert torch.equal(scaled_linear(got, matrix), scaled_linear(normed, matrix))
+
+
+@needs_kernels
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_norm_that_rounds_also_keeps_its_rows_if_that_is_wanted(
+    format_: tuple[Kind, int, int],
+) -> None:
+    row_format = format_of(make(format_, 16, 300))._replace(keeps_rows=True)
+    randn = normals(dtype=torch.bfloat16)
+    residual, norm, parts = randn(9, 300), Norm(randn(300), 1e-5), normals(1)(3, 9, 300)
+    behind_sum = add_parts(residual, parts, norm._replace(rounds=row_format))
+    expected = rms_norm(residual, norm)
+    for rows in (behind_sum, round_rows(residual, row_format, norm)):
+        assert isinstance(rows, RowCodes)
+        assert torch.equal(plain(rows), expected)
+        check_codes(rows, round_rows(expected, row_format))
+    assert plain(round_rows(residual, row_format)) is residual
+
+
+# Heads and their width: of several programs, of half of one, and those that have no whole groups.
+@needs_kernels
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize(("num_heads", "dim"), [(18, 128), (4, 128), (9, 256), (3, 12), (5, 384)])
+def test_gates_round_what_they_store_otherwise(
+    num_heads: int, dim: int, format_: tuple[Kind, int, int]
+) -> None:
+    row_format = format_of(make(format_, 16, num_heads * dim))
+    randn = normals(dtype=torch.bfloat16)
+    x, gate = randn(5, num_heads, dim), randn(5, num_heads, 2 * dim)
+    x[3] = 0
+    norm = Norm(normals(7)(dim), 1e-6)
+    z = gate[..., :dim].flatten(1)
+    expected = gated_norm(x, norm, z)
+    assert isinstance(expected, torch.Tensor)
+    got = gated_norm(x, norm._replace(rounds=row_format), z)
+    check_codes(got, round_rows(expected, row_format))
+    multiplied = gate_heads(x.clone(), gate[..., dim:])
+    assert isinstance(multiplied, torch.Tensor)
+    got = gate_heads(x, gate[..., dim:], row_format)
+    check_codes(got, round_rows(multiplied, row_format))
+
+
+def check_codes(got: Rows, expected: RowCodes) -> None:
+    assert isinstance(got, RowCodes)
+    assert got.dtype == expected.dtype
+    assert torch.equal(got.scale, expected.scale)
+    assert torch.equal(got.codes.float(), expected.codes.float())
 
 
 @needs_kernels
@@ -217,10 +267,7 @@ def test_a_norm_rounds_alike_behind_a_sum_and_before_a_product(
     residual, norm = randn(num_rows, width), Norm(randn(width), 1e-5)
     parts = normals(1)(1, num_rows, width)
     got = add_parts(residual, parts, norm._replace(rounds=row_format))
-    expected = round_rows(residual, row_format, norm)
-    assert isinstance(got, RowCodes)
-    assert torch.equal(got.scale, expected.scale)
-    assert torch.equal(got.codes.float(), expected.codes.float())
+    check_codes(got, round_rows(residual, row_format, norm))
 
 
 def test_splits_are_whole_blocks() -> None:

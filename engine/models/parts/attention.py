@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.model.rms_norm import Norm, rms_norm
-from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.row_codes import Rows
 from outrider.kernels.model.sigmoid_gate import gate_heads
 
 from ..attention import ForwardBatch, PagedAttention, Rope
@@ -118,8 +118,8 @@ class Attention(Part):
         )
 
     def __call__(
-        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
-    ) -> Normed | None:
+        self, x: Tensor, normed: Rows | None, next_norm: Norm | None, batch: ForwardBatch
+    ) -> Rows | None:
         # Launched before the product: what reads them does so before it waits for its inputs.
         batch.rotary(self.rope, x.dtype)
         if uses_triton(x):
@@ -138,9 +138,10 @@ class Attention(Part):
             qkv, attend.num_heads, self.rope, self.head_norms, batch, gated=self.gated
         )
         attended = attend(query, batch)
-        if self.gated:
-            gate_heads(attended, self._gates(qkv))
-        return self.add(x, self.output, attended.flatten(1), next_norm)
+        if not self.gated:
+            return self.add(x, self.output, attended.flatten(1), next_norm)
+        rows = gate_heads(attended, self._gates(qkv), self.output.weight.row_format)
+        return self.add(x, self.output, rows, next_norm)
 
     def _norm_wide(self, part: Tensor, norm: Norm, copies: int) -> None:
         """Normalise a row's heads together, with those of other ranks. Shape: [T, own heads]"""
@@ -163,8 +164,8 @@ class Attention(Part):
     def _gates(self, qkv: Tensor) -> Tensor:
         """Shape: -> [T, num_heads, head_dim]"""
         num_heads, head_dim = self.attention.num_heads, self.attention.head_dim
-        queries = qkv[:, : 2 * num_heads * head_dim].view(len(qkv), num_heads, 2 * head_dim)
-        return queries[..., head_dim:]
+        queries, _ = qkv.tensor_split([2 * num_heads * head_dim], 1)
+        return queries.view(len(qkv), num_heads, 2, head_dim).unbind(2)[1]
 
     def compiled(self) -> Compiled | None:
         layer, norm = self.attention, self.norm

@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
-from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.row_codes import Rows
 
 from ..attention import ForwardBatch, PagedAttention, Rope
 from ..shares import Ranks
@@ -51,11 +51,11 @@ class Part(Layered, ABC):
 
     @abstractmethod
     def __call__(
-        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
-    ) -> Normed | None:
+        self, x: Tensor, normed: Rows | None, next_norm: Norm | None, batch: ForwardBatch
+    ) -> Rows | None:
         """Shape: x, normed [T, hidden]; returns next_norm(x) or None."""
 
-    def add(self, x: Tensor, layer: Linear, y: Tensor, next_norm: Norm | None) -> Normed | None:
+    def add(self, x: Tensor, layer: Linear, y: Rows, next_norm: Norm | None) -> Rows | None:
         """Add what its last layer makes of y to x; returns next_norm(x) or None."""
         if self.post_norm is None and self.factor == 1:
             return layer.add_to(x, y, norm=next_norm)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outrider.kernels.model.block_convolution import block_convolution
 from outrider.kernels.model.rms_norm import Norm, rms_norm
-from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.row_codes import Rows
 
 from ..attention import ForwardBatch
 from ..checkpoint import AnyCheckpoint
@@ -42,8 +42,8 @@ class Convolved(Part):
         )
 
     def __call__(
-        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
-    ) -> Normed | None:
+        self, x: Tensor, normed: Rows | None, next_norm: Norm | None, batch: ForwardBatch
+    ) -> Rows | None:
         assert normed is None
         assert self.norm is not None
         n = rms_norm(x, self.norm)

@@ -8,7 +8,7 @@ from torch import Tensor
 from outrider.kernels.model.delta_net import delta_net
 from outrider.kernels.model.gated_norm import gated_norm
 from outrider.kernels.model.rms_norm import Norm
-from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.row_codes import Rows
 from outrider.kernels.model.state_layer import StateHeads, StateWeights
 
 from ..attention import ForwardBatch
@@ -31,6 +31,7 @@ class DeltaNet(Part):
 
     def __post_init__(self) -> None:
         self.norm = self.norm and self.inputs.weight.before(self.norm)
+        self.gated_norm = self.output.weight.before(self.gated_norm)
 
     @staticmethod
     def read(
@@ -86,8 +87,8 @@ class DeltaNet(Part):
         )
 
     def __call__(
-        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
-    ) -> Normed | None:
+        self, x: Tensor, normed: Rows | None, next_norm: Norm | None, batch: ForwardBatch
+    ) -> Rows | None:
         state, heads = self.state, self.state.heads
         sizes = heads.num_channels, heads.num_value_heads * heads.value_dim, heads.all_scalars
         qkv, z, ba = self.inputs.pieces_of_normed(x, normed, self.norm, sizes)

@@ -27,7 +27,7 @@ from outrider.kernels.model.experts import (
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, stack
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.routing import Router, Routing, route, routing_of, scores_reference
-from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.row_codes import Rows
 from outrider.kernels.model.sigmoid_gate import gate_rows
 
 from ..admission import UnsupportedModelError
@@ -53,7 +53,7 @@ class ExpertWeights(Weight):
     @abstractmethod
     def add_to(
         self, x: Tensor, inner: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
-    ) -> Normed | None:
+    ) -> Rows | None:
         """As `add_experts`. Shape: x [T, N], inner [T * k, K]."""
 
     def as_batch_invariant(self, bias: Tensor | None) -> "ExpertWeights":
@@ -83,7 +83,7 @@ class StackedExperts(ExpertWeights):
 
     def add_to(
         self, x: Tensor, inner: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
-    ) -> Normed | None:
+    ) -> Rows | None:
         return add_experts(x, inner, routing, self._with(bias), norm)
 
     def dequantised(self) -> Tensor:
@@ -298,8 +298,8 @@ class ExpertMLP(Part):
         )
 
     def __call__(
-        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
-    ) -> Normed | None:
+        self, x: Tensor, normed: Rows | None, next_norm: Norm | None, batch: ForwardBatch
+    ) -> Rows | None:
         if normed is None:
             normed = x if self.norm is None else rms_norm(x, self.norm)
         assert isinstance(normed, Tensor)

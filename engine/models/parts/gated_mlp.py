@@ -6,7 +6,7 @@ from torch import Tensor
 
 from outrider.kernels.cpu.packing import TILE
 from outrider.kernels.model.rms_norm import Norm
-from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.row_codes import Rows
 
 from ..attention import ForwardBatch
 from ..checkpoint import AnyCheckpoint
@@ -56,8 +56,8 @@ class GatedMLP(Part):
         )
 
     def __call__(
-        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
-    ) -> Normed | None:
+        self, x: Tensor, normed: Rows | None, next_norm: Norm | None, batch: ForwardBatch
+    ) -> Rows | None:
         gated = self.gate_up.of_normed(x, normed, self.norm, gated=True)
         return self.add(x, self.down, gated, next_norm)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from outrider.kernels.model.gated_norm import gated_norm
 from outrider.kernels.model.mamba2 import mamba2
 from outrider.kernels.model.rms_norm import Norm
-from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.row_codes import Rows
 from outrider.kernels.model.state_layer import StateHeads, StateWeights
 
 from ..attention import ForwardBatch
@@ -32,6 +32,7 @@ class Mamba2(Part):
 
     def __post_init__(self) -> None:
         self.norm = self.norm and self.inputs.weight.before(self.norm)
+        self.gated_norm = self.output.weight.before(self.gated_norm)
 
     @staticmethod
     def why_impossible(
@@ -92,8 +93,8 @@ class Mamba2(Part):
         )
 
     def __call__(
-        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
-    ) -> Normed | None:
+        self, x: Tensor, normed: Rows | None, next_norm: Norm | None, batch: ForwardBatch
+    ) -> Rows | None:
         state, norm = self.state, self.gated_norm
         heads = state.heads
         sizes = norm.weight.numel(), heads.num_channels, heads.all_scalars

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from outrider.kernels.model.relu_squared import relu_squared
 from outrider.kernels.model.rms_norm import Norm
-from outrider.kernels.model.row_codes import Normed
+from outrider.kernels.model.row_codes import Rows
 
 from ..attention import ForwardBatch
 from ..checkpoint import AnyCheckpoint
@@ -36,8 +36,8 @@ class PlainMLP(Part):
         )
 
     def __call__(
-        self, x: Tensor, normed: Normed | None, next_norm: Norm | None, batch: ForwardBatch
-    ) -> Normed | None:
+        self, x: Tensor, normed: Rows | None, next_norm: Norm | None, batch: ForwardBatch
+    ) -> Rows | None:
         inner = self.up.of_normed(x, normed, self.norm)
         return self.add(x, self.down, relu_squared(inner), next_norm)
 
