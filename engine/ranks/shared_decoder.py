@@ -24,8 +24,8 @@ from outrider.kernels.model.split_product import PeerParts, add_parts, add_parts
 from ..models.attention import ForwardBatch
 from ..models.blocks import Block
 from ..models.decoder import Decoder
+from ..models.expert_weights import ExpertWeights
 from ..models.network import Pass
-from ..models.parts.experts import ExpertWeights
 from ..models.weights import Fused, Layer, Matrix, Weight
 from ..state.phase import Phase, Shape
 from .group import RankGroup

@@ -6,6 +6,7 @@ tile. How many tiles there are is known on the device only; the host knows a bou
 
 Ids are taken in slices. From the counts of every slice, each expert's programs know where its pairs
 begin; each of them finds and lists the pairs of one slice. With one slice, each counts for itself.
+Shared experts, which every row has, need no search: their tiles come last.
 """
 
 from typing import NamedTuple
@@ -22,57 +23,66 @@ _SLICE = 4096  # ids that one program reads
 
 
 class ExpertTiles(NamedTuple):
-    """Pairs by expert. What lies behind the last tile has the expert E and pairs of T * k."""
+    """Pairs by expert. What lies behind the last tile has no expert, and pairs of T * k."""
 
-    experts: Tensor  # [tiles] int32
+    experts: Tensor  # [tiles] int32; none: as many as there are
     pairs: Tensor  # [tiles, size] int32; T * k where a tile has no more
 
 
-def _empty_tiles(num_rows: int, top_k: int, num_experts: int, device: torch.device) -> ExpertTiles:
+def _empty_tiles(
+    num_rows: int, top_k: int, num_experts: int, num_shared: int, device: torch.device
+) -> ExpertTiles:
+    """A row chooses `top_k` of `num_experts`."""
     num_pairs = num_rows * top_k
     # Twice the rows that an expert gets on average. No sum depends on it.
     size = next((size for size in _TILES if 2 * num_pairs <= size * num_experts), _TILES[-1])
     # Each expert fills tiles, but for its last one.
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (size - 1)) // size
+    num_tiles += num_shared * -(-num_rows // size)
     return ExpertTiles(
         torch.empty(num_tiles, dtype=torch.int32, device=device),
         torch.empty(num_tiles, size, dtype=torch.int32, device=device),
     )
 
 
-def tiles_of(ids: Tensor, num_experts: int) -> ExpertTiles:
-    """Pairs by expert; rows of -1 have none. Shape: ids [T, k] int32."""
+def tiles_of(ids: Tensor, num_experts: int, num_shared: int = 0) -> ExpertTiles:
+    """Pairs by expert; rows of -1, behind all others, have none.
+
+    Shape: ids [T, k] int32, the last `num_shared` of a row those of the experts from `num_experts`
+    on.
+    """
     if not uses_triton(ids):
-        return tiles_reference(ids, num_experts)
+        return tiles_reference(ids, num_experts, num_shared)
     assert ids.is_contiguous()
-    num_rows, top_k = ids.shape
-    tiles = _empty_tiles(num_rows, top_k, num_experts, ids.device)
-    num_ids = ids.numel()
+    num_rows, top_k = len(ids), ids.shape[1] - num_shared
+    tiles = _empty_tiles(num_rows, top_k, num_experts, num_shared, ids.device)
+    num_ids = num_rows * top_k
     # Of each thread of a program at least one.
     slice_size = min(max(512, triton.next_power_of_2(num_ids)), _SLICE)
     num_slices = triton.cdiv(num_ids, slice_size)
     experts = max(32, triton.next_power_of_2(num_experts))
-    options = {"EXPERTS": experts, "IDS": slice_size, "num_warps": 8}
+    options = {"TOP_K": top_k, "NUM_SHARED": num_shared}
+    options |= {"EXPERTS": experts, "IDS": slice_size, "num_warps": 8}
     options |= dependent_launch(ids.device)
     counts = None
     if num_slices > 1:
         counts = ids.new_empty(num_slices, experts)
         _count_kernel[(num_slices,)](counts, ids, num_ids, **options)
-    _list_kernel[(num_experts, num_slices)](
+    _list_kernel[(num_experts + num_shared, num_slices)](
         *tiles, counts, ids, num_ids, num_slices, len(tiles.experts), num_experts,
         SIZE=tiles.pairs.shape[1], **options,
     )  # fmt: skip
     return tiles
 
 
-def tiles_reference(ids: Tensor, num_experts: int) -> ExpertTiles:
-    num_rows, top_k = ids.shape
-    tiles = _empty_tiles(num_rows, top_k, num_experts, ids.device)
+def tiles_reference(ids: Tensor, num_experts: int, num_shared: int = 0) -> ExpertTiles:
+    num_rows, top_k, num_all = len(ids), ids.shape[1] - num_shared, num_experts + num_shared
+    tiles = _empty_tiles(num_rows, top_k, num_experts, num_shared, ids.device)
     size = tiles.pairs.shape[1]
-    tiles.experts.fill_(num_experts)
+    tiles.experts.fill_(num_all)
     tiles.pairs.fill_(ids.numel())
     tile = 0
-    for expert in range(num_experts):
+    for expert in range(num_all):
         pairs = (ids.flatten() == expert).nonzero()[:, 0]
         for part in pairs.split(size):
             if len(part):
@@ -85,8 +95,10 @@ def tiles_reference(ids: Tensor, num_experts: int) -> ExpertTiles:
 @triton.jit(do_not_specialize=["num_ids"])
 def _count_kernel(
     counts_ptr,  # [slices, EXPERTS]
-    ids_ptr,  # [num_ids]
-    num_ids,
+    ids_ptr,  # [rows, TOP_K + NUM_SHARED]
+    num_ids,  # of experts that are not shared
+    TOP_K: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
     EXPERTS: tl.constexpr,
     IDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -94,7 +106,7 @@ def _count_kernel(
     """Each program: a slice of IDS ids."""
     start_next_kernel(DEPENDENT)
     wait_for_inputs(DEPENDENT)
-    ids = _ids_of_slice(ids_ptr, num_ids, tl.program_id(0), IDS)
+    ids, _ = _ids_of_slice(ids_ptr, num_ids, tl.program_id(0), TOP_K, NUM_SHARED, IDS)
     count = tl.histogram(ids, EXPERTS, mask=ids >= 0)
     tl.store(counts_ptr + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), count)
 
@@ -104,23 +116,26 @@ def _list_kernel(
     experts_ptr,  # [num_tiles]
     pairs_ptr,  # [num_tiles, SIZE]
     counts_ptr,  # [num_slices, EXPERTS], or None of a single slice
-    ids_ptr,  # [num_ids]
-    num_ids,
+    ids_ptr,  # [rows, TOP_K + NUM_SHARED]
+    num_ids,  # of experts that are not shared
     num_slices,
     num_tiles,
-    num_experts,
+    num_experts,  # that are not shared
+    TOP_K: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
     EXPERTS: tl.constexpr,
     IDS: tl.constexpr,
     SIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Each program: the pairs of one expert in a slice of IDS ids, and its share of what is not a
-    pair.
+    """Each program: the pairs of one expert in a slice of IDS ids or, of a shared expert, some of
+    its tiles; and its share of what is not a pair.
     """
+    TAKEN: tl.constexpr = TOP_K + NUM_SHARED
     start_next_kernel(DEPENDENT)
     expert, here, e = tl.program_id(0), tl.program_id(1), tl.arange(0, EXPERTS)
     wait_for_inputs(DEPENDENT)
-    ids = _ids_of_slice(ids_ptr, num_ids, here, IDS)
+    ids, pairs = _ids_of_slice(ids_ptr, num_ids, here, TOP_K, NUM_SHARED, IDS)
     before = 0  # pairs of this expert in earlier slices
     if counts_ptr is None:
         count = tl.histogram(ids, EXPERTS, mask=ids >= 0)
@@ -135,27 +150,42 @@ def _list_kernel(
             is_before = (other < here) & (e == expert)[None, :]
             before += tl.sum(tl.where(is_before, theirs, 0))
     tiles = (count + SIZE - 1) // SIZE
-    first = tl.sum(tl.where(e < expert, tiles, 0), 0)
-    end = first + tl.sum(tl.where(e == expert, tiles, 0), 0)
-    is_its = ids == expert
-    place = first * SIZE + before + tl.cumsum(is_its.to(tl.int32), 0) - 1
-    tl.store(pairs_ptr + place, here * IDS + tl.arange(0, IDS), mask=is_its)
+    num_filled = tl.sum(tiles, 0)
     i = tl.arange(0, SIZE)
-    nothing = tl.zeros([SIZE], tl.int32) + num_ids
-    if here == 0:
-        for tile in range(first, end):
-            tl.store(experts_ptr + tile, expert)
-        behind = first * SIZE + tl.sum(tl.where(e == expert, count, 0), 0)
-        rest = (end - 1) * SIZE + i  # of its last tile, if it has one
-        tl.store(pairs_ptr + rest, nothing, mask=(rest >= behind) & (end > first))
-    num_programs = num_experts * num_slices
-    for tile in range(tl.sum(tiles, 0) + here * num_experts + expert, num_tiles, num_programs):
-        tl.store(experts_ptr + tile, num_experts)
+    nothing = tl.zeros([SIZE], tl.int32) + num_ids // TOP_K * TAKEN
+    if expert < num_experts:
+        first = tl.sum(tl.where(e < expert, tiles, 0), 0)
+        end = first + tl.sum(tl.where(e == expert, tiles, 0), 0)
+        is_its = ids == expert
+        place = first * SIZE + before + tl.cumsum(is_its.to(tl.int32), 0) - 1
+        tl.store(pairs_ptr + place, pairs, mask=is_its)
+        if here == 0:
+            for tile in range(first, end):
+                tl.store(experts_ptr + tile, expert)
+            behind = first * SIZE + tl.sum(tl.where(e == expert, count, 0), 0)
+            rest = (end - 1) * SIZE + i  # of its last tile, if it has one
+            tl.store(pairs_ptr + rest, nothing, mask=(rest >= behind) & (end > first))
+    if NUM_SHARED > 0:
+        num_rows = tl.sum(count, 0) // TOP_K
+        num_each, which = (num_rows + SIZE - 1) // SIZE, expert - num_experts
+        if which >= 0:
+            for tile in range(here, num_each, num_slices):
+                row, at = tile * SIZE + i, num_filled + which * num_each + tile
+                pair = tl.where(row < num_rows, row * TAKEN + TOP_K + which, nothing)
+                tl.store(experts_ptr + at, expert)
+                tl.store(pairs_ptr + at * SIZE + i, pair)
+        num_filled += NUM_SHARED * num_each
+    num_all = num_experts + NUM_SHARED
+    for tile in range(num_filled + here * num_all + expert, num_tiles, num_all * num_slices):
+        tl.store(experts_ptr + tile, num_all)
         tl.store(pairs_ptr + tile * SIZE + i, nothing)
 
 
 @triton.jit
-def _ids_of_slice(ids_ptr, num_ids, here, IDS: tl.constexpr):
-    """-1 behind the last. Shape: [IDS]."""
+def _ids_of_slice(
+    ids_ptr, num_ids, here, TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr, IDS: tl.constexpr
+):
+    """Experts that are not shared, -1 behind the last, and their pairs. Shape: [IDS] each."""
     i = here * IDS + tl.arange(0, IDS)
-    return tl.load(ids_ptr + i, mask=i < num_ids, other=-1, cache_modifier=".cg")
+    pair = i + i // TOP_K * NUM_SHARED
+    return tl.load(ids_ptr + pair, mask=i < num_ids, other=-1, cache_modifier=".cg"), pair

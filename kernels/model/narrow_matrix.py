@@ -169,6 +169,24 @@ def without_rounding(matrix: NarrowMatrix) -> NarrowMatrix:
     )
 
 
+def can_stack(first: NarrowMatrix, matrix: NarrowMatrix) -> bool:
+    """Whether they have one format, and their inputs one order."""
+    if first.order is None or matrix.order is None:
+        same_order = first.order is matrix.order
+    else:
+        same_order = torch.equal(first.order, matrix.order)
+    return (
+        same_order
+        and matrix.kind == first.kind
+        and matrix.codes.shape[1:] == first.codes.shape[1:]
+        and matrix.codes.dtype == first.codes.dtype
+        and matrix.scale.dtype == first.scale.dtype
+        and (matrix.num_in, matrix.group) == (first.num_in, first.group)
+        and (matrix.zero is None) == (first.zero is None)
+        and matrix.rounds_inputs == first.rounds_inputs
+    )
+
+
 def stack(matrices: Sequence[NarrowMatrix]) -> NarrowMatrix | None:
     """The matrices stacked into one; None if their formats differ."""
     first = matrices[0]
@@ -176,19 +194,7 @@ def stack(matrices: Sequence[NarrowMatrix]) -> NarrowMatrix | None:
         return first
     rows = first.rows
     for matrix in matrices:
-        same_order = (first.order is None) == (matrix.order is None) and (
-            first.order is None or matrix.order is None or torch.equal(first.order, matrix.order)
-        )
-        is_alike = (
-            matrix.kind == first.kind
-            and matrix.codes.shape[1:] == first.codes.shape[1:]
-            and matrix.codes.dtype == first.codes.dtype
-            and matrix.scale.dtype == first.scale.dtype
-            and (matrix.num_in, matrix.group) == (first.num_in, first.group)
-            and (matrix.zero is None) == (first.zero is None)
-            and matrix.rounds_inputs == first.rounds_inputs
-        )
-        if not (same_order and is_alike):
+        if not can_stack(first, matrix):
             return None
         if matrix.rows != rows or len(matrix.codes) % matrix.rows:
             rows = 1  # because blocks of outputs would cross the seam

@@ -6,7 +6,8 @@
 
 A group is as good as the sum of its two largest s + bias.
 
-Padding rows, behind all others, have no experts.
+Shared experts follow those that are chosen: every row takes them, with weight 1 or the sigmoid of a
+further logit, their gate. Padding rows, behind all others, have no experts.
 """
 
 from typing import NamedTuple
@@ -38,6 +39,12 @@ class Router(NamedTuple):
     bias: Tensor | None = None  # [E] float32; for the choice alone
     num_groups: int = 1  # of neighbours, alike in size
     top_groups: int = 1  # from which a row chooses
+    num_shared: int = 0  # further experts, which every row takes
+    gate: int | None = None  # the logit, the next behind those of E experts, that is theirs
+
+    def num_experts_of(self, logits: Tensor) -> int:
+        """Of how many experts a row chooses. Shape: [T, E] or, with a gate, [T, E + 1 or more]."""
+        return logits.shape[1] if self.gate is None else self.gate
 
     def why_impossible(self, num_experts: int) -> str | None:
         """Why no row can choose so; None if rows can."""
@@ -52,7 +59,7 @@ class Router(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The experts of each row, the best first."""
+    """The experts of each row, the best first, and the shared ones last: k in all."""
 
     ids: Tensor  # [T, k] int32, distinct in a row; -1: padding
     weights: Tensor  # [T, k] float32
@@ -63,11 +70,11 @@ class Routing(NamedTuple):
 def route(logits: Tensor, router: Router, rows: Tensor | None = None) -> Routing:
     """Choose each row's experts; the first of equal ones.
 
-    A row's choice and the bits of its weights do not depend on the other rows. Shape: [T, E], rows
-    dense; `rows` [1], how many are no padding (None: all).
+    A row's choice and the bits of its weights do not depend on the other rows. Shape: [T, E] or,
+    with a gate, [T, E + 1 or more], rows dense; `rows` [1], how many are no padding (None: all).
     """
-    num_rows, num_experts = logits.shape
-    top_k = router.top_k
+    num_rows, num_experts = len(logits), router.num_experts_of(logits)
+    num_taken = router.top_k + router.num_shared
     assert router.why_impossible(num_experts) is None
     assert router.sigmoid or (router.bias is None and router.num_groups == 1)
     assert router.bias is None or router.bias.dtype == torch.float32
@@ -75,9 +82,9 @@ def route(logits: Tensor, router: Router, rows: Tensor | None = None) -> Routing
         ids, weights = choose_reference(logits, router)
         if rows is not None:
             ids[int(rows) :] = -1
-        return routing_of(ids, weights, num_experts, rows)
-    ids = torch.empty(num_rows, top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits.device)
+        return routing_of(ids, weights, num_experts, router.num_shared, rows)
+    ids = torch.empty(num_rows, num_taken, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_rows, num_taken, dtype=torch.float32, device=logits.device)
     _route_kernel[(triton.cdiv(num_rows, _WARPS),)](
         ids,
         weights,
@@ -88,7 +95,9 @@ def route(logits: Tensor, router: Router, rows: Tensor | None = None) -> Routing
         num_rows,
         logits.stride(0),
         NUM_EXPERTS=num_experts,
-        TOP_K=top_k,
+        TOP_K=router.top_k,
+        NUM_SHARED=router.num_shared,
+        IS_GATED=router.gate is not None,
         SIGMOID=router.sigmoid,
         OVER_ALL=router.over_all,
         GROUPS=router.num_groups,
@@ -98,14 +107,14 @@ def route(logits: Tensor, router: Router, rows: Tensor | None = None) -> Routing
         num_warps=_WARPS,
         **dependent_launch(logits.device),
     )
-    return routing_of(ids, weights, num_experts, rows)
+    return routing_of(ids, weights, num_experts, router.num_shared, rows)
 
 
 def choose_reference(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """Ids and weights of each row's experts. Shape: [T, E] -> [T, k] int32, [T, k] float32."""
+    """Ids and weights of each row's experts. Shape: as in `route` -> [T, k] int32, float32."""
     scores = scores_reference(logits, router)
     order = scores.argsort(dim=1, descending=True, stable=True)[:, : router.top_k]
-    sane = _sane(logits)
+    sane = _sane(logits, router)
     if router.sigmoid:
         weights = sigmoid_reference(sane).gather(1, order)
         if not router.over_all:
@@ -114,12 +123,30 @@ def choose_reference(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         weights = sane.softmax(1).gather(1, order)
     else:
         weights = sane.gather(1, order).softmax(1)
-    return order.int(), weights * router.scale
+    return with_shared(order.int(), weights * router.scale, logits, router)
+
+
+def with_shared(
+    ids: Tensor, weights: Tensor, logits: Tensor, router: Router
+) -> tuple[Tensor, Tensor]:
+    """The chosen experts of each row, followed by the shared ones.
+
+    Shape: ids, weights [T, top_k], logits as in `route` -> [T, k] int32, float32
+    """
+    first, num_shared = router.num_experts_of(logits), router.num_shared
+    shared = torch.arange(first, first + num_shared, dtype=torch.int32, device=ids.device)
+    gate = torch.ones_like(weights[:, :1])
+    if router.gate is not None:
+        gate = sigmoid_reference(logits[:, first : first + 1].float())
+    return (
+        torch.cat((ids, shared.expand(len(ids), -1)), 1),
+        torch.cat((weights, gate.expand(-1, num_shared)), 1),
+    )
 
 
 def scores_reference(logits: Tensor, router: Router) -> Tensor:
-    """What experts are chosen by, -inf outside the best groups. Shape: [T, E] -> [T, E]."""
-    sane = _sane(logits)
+    """What experts are chosen by, -inf outside the best groups. Shape: as in `route` -> [T, E]."""
+    sane = _sane(logits, router)
     if not router.sigmoid:
         return sane
     scores = sigmoid_reference(sane)
@@ -134,22 +161,28 @@ def scores_reference(logits: Tensor, router: Router) -> Tensor:
     return groups.masked_fill(left_out[..., None], -torch.inf).view_as(scores)
 
 
-def _sane(logits: Tensor) -> Tensor:
-    return logits.float().nan_to_num(_FLOOR, posinf=torch.inf, neginf=_FLOOR)
+def _sane(logits: Tensor, router: Router) -> Tensor:
+    """Those of experts. Shape: as in `route` -> [T, E]."""
+    of_experts = logits[:, : router.num_experts_of(logits)].float()
+    return of_experts.nan_to_num(_FLOOR, posinf=torch.inf, neginf=_FLOOR)
 
 
 def routing_of(
-    ids: Tensor, weights: Tensor, num_experts: int, rows: Tensor | None = None
+    ids: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    num_shared: int = 0,
+    rows: Tensor | None = None,
 ) -> Routing:
     """A routing whose experts are chosen already. Shape: [T, k] each."""
-    return Routing(ids, weights, tiles_of(ids, num_experts), rows)
+    return Routing(ids, weights, tiles_of(ids, num_experts, num_shared), rows)
 
 
 @triton.jit(do_not_specialize=["rows_ptr", "num_rows"])
 def _route_kernel(
-    ids_ptr,  # [num_rows, TOP_K]
-    weights_ptr,  # [num_rows, TOP_K]
-    logits_ptr,  # [num_rows, NUM_EXPERTS]
+    ids_ptr,  # [num_rows, TOP_K + NUM_SHARED]
+    weights_ptr,  # as ids
+    logits_ptr,  # [num_rows, NUM_EXPERTS and, IS_GATED, one or more]
     bias_ptr,  # [NUM_EXPERTS], or None
     rows_ptr,  # [1], the end of a longer tensor and so at any address; or None
     weight_scale,
@@ -157,6 +190,8 @@ def _route_kernel(
     logits_stride,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    IS_GATED: tl.constexpr,
     SIGMOID: tl.constexpr,
     OVER_ALL: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -166,14 +201,19 @@ def _route_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Each program: ROWS rows."""
+    TAKEN: tl.constexpr = TOP_K + NUM_SHARED
     start_next_kernel(DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, EXPERTS)
     is_row = row < num_rows
     given = is_row[:, None] & (e < NUM_EXPERTS)[None, :]
     wait_for_inputs(DEPENDENT)
-    at = logits_ptr + row.to(tl.int64)[:, None] * logits_stride + e[None, :]
-    logits = tl.load(at, mask=given, other=0.0).to(tl.float32)
+    row_at = logits_ptr + row.to(tl.int64) * logits_stride
+    logits = tl.load(row_at[:, None] + e[None, :], mask=given, other=0.0).to(tl.float32)
+    gate = tl.full([ROWS], 1.0, tl.float32)
+    if NUM_SHARED > 0 and IS_GATED:
+        gate = tl.load(row_at + NUM_EXPERTS, mask=is_row, other=0.0).to(tl.float32)
+        gate = 1.0 / (1.0 + tl.exp(-gate))
     logits = tl.where(logits > _LEAST, logits, _LEAST)  # also what is not a number
     is_expert = (e < NUM_EXPERTS)[None, :]
     logits = tl.where(is_expert, logits, float("-inf"))
@@ -209,11 +249,15 @@ def _route_kernel(
     if rows_ptr is not None:
         is_padding = row >= tl.load(rows_ptr)
     for c in tl.static_range(TOP_K):
-        tl.store(ids_ptr + row * TOP_K + c, -1, mask=is_row & is_padding)
-        tl.store(weights_ptr + row * TOP_K + c, 0.0, mask=is_row & is_padding)
+        tl.store(ids_ptr + row * TAKEN + c, -1, mask=is_row & is_padding)
+        tl.store(weights_ptr + row * TAKEN + c, 0.0, mask=is_row & is_padding)
+    for s in tl.static_range(NUM_SHARED):
+        pair = row * TAKEN + TOP_K + s
+        tl.store(ids_ptr + pair, tl.where(is_padding, -1, NUM_EXPERTS + s), mask=is_row)
+        tl.store(weights_ptr + pair, tl.where(is_padding, 0.0, gate), mask=is_row)
     choice = tl.where((is_row & ~is_padding)[:, None], choice, -1)
     is_chosen = choice >= 0
-    pair = row[:, None] * TOP_K + choice
+    pair = row[:, None] * TAKEN + choice
     tl.store(ids_ptr + pair, tl.zeros_like(choice) + e[None, :], mask=is_chosen)
     tl.store(weights_ptr + pair, weight_scale * (share / total[:, None]), mask=is_chosen)
 

@@ -19,13 +19,14 @@ from outrider.engine.config import ModelConfig
 from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.compiled_decoder import CompiledDecoder
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.expert_weights import SeparateExperts
 from outrider.engine.models.gguf_architectures import HybridFile, architecture_of
 from outrider.engine.models.gguf_checkpoint import missing_tensors, why_misread, why_unpacked
 from outrider.engine.models.gguf_file import GgufFile
 from outrider.engine.models.heads.config import HeadError, mtp_names
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.narrow_weight import Stacked
-from outrider.engine.models.parts.experts import ExpertMLP, SeparateExperts
+from outrider.engine.models.parts.experts import ExpertMLP
 from outrider.engine.models.weights import Tiles
 from outrider.kernels.cpu.layers import compiled
 from outrider.kernels.cpu.packing import Codes

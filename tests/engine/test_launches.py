@@ -9,16 +9,21 @@ from torch import Tensor
 
 from outrider.engine.models import narrow_weight
 from outrider.engine.models.attention import ForwardBatch, PagedAttention, Rope
+from outrider.engine.models.expert_weights import StackedExperts
 from outrider.engine.models.narrow_weight import Scaled, Stacked
 from outrider.engine.models.parts.attention import Attention
 from outrider.engine.models.parts.delta_net import DeltaNet
+from outrider.engine.models.parts.experts import ExpertMLP
+from outrider.engine.models.parts.gated_mlp import GatedMLP
 from outrider.engine.models.parts.head_states import HeadStates
-from outrider.engine.models.weights import Dense, Fused, Linear, Matrix
+from outrider.engine.models.weights import Dense, Fused, Layer, Linear, Matrix
 from outrider.engine.ranks.shared_decoder import SummedOverRanks
 from outrider.kernels._dispatch import INTERPRET
+from outrider.kernels.model.expert_matrix import SILU
 from outrider.kernels.model.gated_norm import gated_norm
 from outrider.kernels.model.narrow_matrix import RowFormat, narrow_matrix
 from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
+from outrider.kernels.model.routing import Router
 from outrider.kernels.model.row_codes import RowCodes, Rows, plain, round_rows_reference
 from outrider.kernels.model.rows import BatchRows
 from outrider.kernels.model.split_product import add_parts
@@ -170,3 +175,38 @@ def test_each_matrix_of_several_gets_rows_as_it_wants_them(monkeypatch: pytest.M
     only_codes = round_rows_reference(x, row_format)
     with pytest.raises(TypeError, match="as codes alone"):
         Dense(torch.empty(16, 256)).multiply(only_codes, None)
+
+
+def mixture(num_stacked: int, shared: GatedMLP | None) -> ExpertMLP:
+    """Of 32 experts, of which a row takes 4, and a gated one that it takes as well."""
+    inner, num_taken = 128, 4 + num_stacked
+
+    def experts(num_out: int, num_in: int) -> Layer[StackedExperts]:
+        num_all = 32 + num_stacked
+        matrix = empty(num_all * num_out, num_in)
+        return Layer(StackedExperts(matrix, num_all, num_taken, BFLOAT16), None)
+
+    return ExpertMLP(
+        norm=None,
+        router_layer=Linear(dense(48, HIDDEN), None),
+        first=experts(2 * inner, HIDDEN),
+        down=experts(HIDDEN, inner),
+        activation=SILU,
+        router=Router(4, num_shared=num_stacked, gate=32),
+        shared=shared,
+    )
+
+
+def test_an_expert_that_all_rows_share_takes_no_launch_if_it_is_stacked() -> None:
+    alike = ["_product_kernel", "_route_kernel", "_list_kernel", "_experts_kernel"]
+    with machine_code.names_of_launches(machine_code.RTX_4090) as names:
+        mlp = GatedMLP(None, Linear(dense(2 * 96, HIDDEN), None), Linear(dense(HIDDEN, 96), None))
+        x, given = empty(ROWS, HIDDEN), batch()
+        stacked, by_itself = mixture(1, None), mixture(0, mlp)
+        names.clear()
+        stacked(x, x, norm_of(HIDDEN), given)
+        assert names == [*alike, "_experts_kernel", "_add_parts_kernel"]
+        names.clear()
+        by_itself(x, x, norm_of(HIDDEN), given)
+        added = ["_product_kernel", "_gate_heads_kernel", "_product_kernel", "_add_parts_kernel"]
+        assert names == [*alike, *added, "_experts_kernel", "_add_parts_kernel"]

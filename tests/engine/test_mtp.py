@@ -212,11 +212,11 @@ def test_a_quantised_glm_keeps_its_head(name: str, leave: tuple[str, ...], tmp_p
     assert head.output_layer is network.output_layer
     mlp = f"{GLM_LAYER}.mlp"
     experts = [meant[f"{mlp}.experts.{i}.down_proj.weight"] for i in range(8)]
+    shared = meant[f"{mlp}.shared_experts.down_proj.weight"].chunk(2, 1)
     for layer, expected in (
         (head.fc, meant[f"{GLM_LAYER}.eh_proj.weight"]),
         (head.blocks[0].mixer.output, meant[f"{GLM_LAYER}.self_attn.o_proj.weight"]),
-        (head.blocks[0].mlp.shared.down, meant[f"{mlp}.shared_experts.down_proj.weight"]),
-        (head.blocks[0].mlp.down, torch.cat(experts)),
+        (head.blocks[0].mlp.down, torch.cat((*experts, *shared))),
     ):
         torch.testing.assert_close(layer.weight.dequantised(), expected.to(DEVICE))
 

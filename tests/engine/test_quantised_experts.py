@@ -15,8 +15,8 @@ from verification import HAS_KERNELS
 from outrider.engine.config import ModelConfig
 from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.expert_weights import StackedExperts
 from outrider.engine.models.loading import load_network
-from outrider.engine.models.parts.experts import StackedExperts
 
 
 def load(path: Path) -> Any:
@@ -64,7 +64,9 @@ def test_experts_in_any_format_are_those_that_the_codes_mean(
     assert all(weight.input_eps == 0 for weight in weights)
     if HAS_KERNELS:
         assert all(type(weight) is StackedExperts and weight.format for weight in weights)
-        taken = mlp.router.top_k / mlp.router_layer.weight.shape[0]
+        num_shared = mlp.router.num_shared
+        num_experts = mlp.router_layer.weight.shape[0] + num_shared  # none has a gate
+        taken = (mlp.router.top_k + num_shared) / num_experts
         num_numbers = sum(weight.shape[0] * weight.shape[1] for weight in weights) * taken
         bits = 8 * sum(weight.num_bytes for weight in weights) / num_numbers
         assert bits < (9 if "8" in name else 6)

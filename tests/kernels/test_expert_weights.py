@@ -13,8 +13,8 @@ from verification import DEVICE, HAS_KERNELS
 from outrider.engine.api import ignore_progress
 from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.checkpoint import Checkpoint
+from outrider.engine.models.expert_weights import ExpertWeights, StackedExperts, read_experts
 from outrider.engine.models.formats import FORMATS as READERS
-from outrider.engine.models.parts.experts import ExpertWeights, StackedExperts, read_experts
 from outrider.kernels.model.expert_matrix import SILU
 from outrider.kernels.model.experts import ExpertProduct, activations_by_expert, add_by_expert
 from outrider.kernels.model.routing import Router, route
@@ -41,8 +41,10 @@ def read(path: Path, name: str, stored: str, sizes: dict[str, int], num_in: int)
     config = FORMATS[name].config
     reader = READERS[config["quant_method"]](config)
     tensors = Checkpoint(path, torch.float32, DEVICE, ignore_progress, read=reader)
-    options = {"num_experts": 6, "top_k": 2, "num_inputs": num_in}
-    return read_experts(tensors, EXPERTS, stored, sizes, axis="outputs", **options).weight
+    layer = read_experts(
+        tensors, EXPERTS, stored, sizes, num_experts=6, num_inputs=num_in, axis="outputs"
+    )
+    return layer.stacked(tensors, Router(2)).weight
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,63 @@ def test_rows_choose_by_sigmoids(num_rows: int, kind: str) -> None:
     torch.testing.assert_close(got.weights, weights)
 
 
+@needs_kernels
+@pytest.mark.parametrize("num_rows", [1, 9, 200])
+@pytest.mark.parametrize(("num_shared", "is_gated"), [(1, True), (3, True), (2, False), (0, True)])
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_every_row_takes_the_shared_experts_last(
+    num_rows: int,
+    num_shared: int,
+    is_gated: bool,
+    sigmoid: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(expert_tiles, "_SLICE", 256)  # several programs list an expert's pairs
+    chosen = Router(2, sigmoid=sigmoid, scale=1.5)
+    router = chosen._replace(num_shared=num_shared, gate=5 if is_gated else None)
+    logits = randn(num_rows, 8 if is_gated else 5)
+    if is_gated:
+        logits[:, 5] += 9  # it is no expert's
+    got, alone = route(logits, router), route(logits[:, :5], chosen)
+    assert torch.equal(got.ids[:, :2], alone.ids)
+    assert torch.equal(got.weights[:, :2], alone.weights)
+    gate = logits[:, 5:6].sigmoid() if is_gated else torch.ones_like(logits[:, :1])
+    for i in range(num_shared):
+        assert (got.ids[:, 2 + i] == 5 + i).all()
+        torch.testing.assert_close(got.weights[:, 2 + i], gate[:, 0])
+    ids, weights = choose_reference(logits, router)
+    assert torch.equal(got.ids, ids)
+    torch.testing.assert_close(got.weights, weights)
+    padded = route(logits, router, torch.tensor([num_rows * 2 // 3], device=DEVICE))
+    is_real = torch.arange(num_rows, device=DEVICE) < num_rows * 2 // 3
+    assert torch.equal(padded.ids, torch.where(is_real[:, None], ids, -1))
+    assert (padded.weights[~is_real] == 0).all()
+    for routing in (got, padded):
+        tiles = tiles_reference(routing.ids, 5, num_shared)
+        assert all(map(torch.equal, routing.tiles, tiles))
+
+
+@needs_kernels
+@pytest.mark.parametrize("activation", [SILU, RELU_SQUARED])
+def test_shared_experts_are_slices_of_one_that_is_wider(activation: Activation) -> None:
+    """It computes the same by itself, times its gate."""
+    num_layers, width, inner = layers_in_first(activation), 64, 48
+    experts = make_plain(4 + 2, width, inner, activation=activation)
+    x, logits = randn(21, width), randn(21, 5)
+    router = Router(2, num_shared=2, gate=4)
+    got = torch.zeros_like(x)
+    add(got, x, route(logits, router), experts)
+    first, down = (layer.matrix.double() for layer in (experts.first, experts.down))
+    # [layers of the first, slices, inner], then of all slices.
+    wide = first.view(6, num_layers, inner, width)[4:].transpose(0, 1).flatten(1, 2)
+    y = torch.einsum("tk,lnk->ltn", x.double(), wide)
+    y = torch.nn.functional.silu(y[0]) * y[1] if num_layers == 2 else y[0].relu() ** 2
+    shared = y @ down.view(6, width, inner)[4:].transpose(0, 1).flatten(1).t()
+    of_chosen = by_formulas(x, route(logits[:, :4], Router(2)), experts)
+    expected = of_chosen + logits[:, 4:].double().sigmoid() * shared
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_groups_and_bias_decide_the_choice_alone() -> None:
     logits = torch.tensor([[2.0, -9, 1, 1, 0, 3]], device=DEVICE)
     bias = torch.tensor([0, 0, 0, 0.1, 0, 0], device=DEVICE)
@@ -447,9 +504,11 @@ def test_a_row_comes_out_the_same_in_any_company(name: str, width: int) -> None:
     experts = make_of_bfloat16(name, 8, width)
     logits, x = randn(900, 8), randn(900, width).bfloat16()
 
+    router = Router(4, num_shared=2, gate=6)
+
     def outputs(some: slice) -> torch.Tensor:
         out = torch.zeros_like(x[some])
-        add(out, x[some], route(logits[some], Router(4)), experts)
+        add(out, x[some], route(logits[some], router), experts)
         return out
 
     whole = outputs(slice(None))

@@ -30,7 +30,7 @@ from outrider.kernels.model.row_codes import RowCodes, round_rows
 from outrider.kernels.model.rows import BatchRows
 from outrider.kernels.model.scaled_linear import scaled_linear
 from outrider.kernels.model.scaled_product import scaled_product
-from outrider.kernels.model.sigmoid_gate import gate_heads, gate_rows
+from outrider.kernels.model.sigmoid_gate import gate_heads
 from outrider.kernels.model.split_product import PeerParts, add_parts
 from outrider.kernels.model.state_layer import (
     StateHeads,
@@ -355,6 +355,8 @@ def mxfp4_experts(size: int) -> None:
 def routers(num_rows: int) -> None:
     logits, bias = empty(num_rows, 160), empty(160, dtype=torch.float32)
     route(logits, Router(8), empty(1, dtype=torch.int32))
+    gated = Router(8, num_shared=1, gate=256)
+    route(empty(num_rows, 272), gated, empty(1, dtype=torch.int32))
     route(logits, Router(6, sigmoid=True, bias=bias, num_groups=8, top_groups=3))
 
 
@@ -403,7 +405,6 @@ IN_BLOCKS = RowFormat(torch.int8, 128, 32, 4096)  # a code that every GPU has
 
 def gates() -> None:
     gate_heads(empty(9, 16, 256), empty(9, 16, 512).chunk(2, 2)[1])
-    gate_rows(empty(9, 512), empty(9, 2048), empty(2048))
     weight, z = empty(128, dtype=torch.float32), empty(9, 2 * 32 * 128).chunk(2, 1)[1]
     gated_norm(empty(9, 32, 128), Norm(weight, 1e-6), z)
     gated_norm(empty(9, 32, 128), Norm(weight, 1e-6, IN_BLOCKS), z)

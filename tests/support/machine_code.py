@@ -103,10 +103,28 @@ def _made_up(gpu: Gpu, run: Callable[..., None]) -> Iterator[None]:
             "get_device_properties",
             lambda device: SimpleNamespace(multi_processor_count=gpu.num_sms),
         ),
+        patch.object(torch.Tensor, "__getitem__", _part),
         FakeTensorMode(),
     ):
         yield
     _forget()
+
+
+def _part(x: torch.Tensor, index: Any) -> torch.Tensor:
+    """x[index], by operators: torch's own indexing looks for the GPU first."""
+    dim = 0
+    for one in index if isinstance(index, tuple) else (index,):
+        if one is None:
+            x = x.unsqueeze(dim)
+        elif isinstance(one, slice):
+            first, end, step = one.indices(x.shape[dim])
+            assert step == 1
+            x = x.narrow(dim, first, end - first)
+        else:
+            x = x.select(dim, one)
+            continue
+        dim += 1
+    return x
 
 
 def _forget() -> None:

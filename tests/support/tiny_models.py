@@ -27,7 +27,7 @@ _HYBRID: dict[str, object] = {
 }
 _EXPERTS: dict[str, object] = {
     "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
     "num_experts": 6,
     "num_experts_per_tok": 2,
 }
@@ -98,11 +98,13 @@ TINY: dict[str, dict[str, object]] = {
     },
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": _HYBRID | _EXPERTS,
-    "qwen3_next": _HYBRID | _EXPERTS | {"mlp_only_layers": [2]},
+    "qwen3_next": _HYBRID
+    | _EXPERTS
+    | {"mlp_only_layers": [2], "shared_expert_intermediate_size": 40},
     "qwen2_moe": {
         "num_key_value_heads": 2,
         "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40,
+        "shared_expert_intermediate_size": 48,
         "num_experts": 6,
         "num_experts_per_tok": 2,
         "use_sliding_window": True,
@@ -137,7 +139,7 @@ TINY: dict[str, dict[str, object]] = {
         "mamba_d_state": 12,
         "mamba_n_groups": 1,
         "mamba_chunk_size": 16,
-        "shared_intermediate_size": 40,
+        "shared_intermediate_size": 128,
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
         "attention_multiplier": 0.2,
@@ -176,7 +178,7 @@ TINY: dict[str, dict[str, object]] = {
         "chunk_size": 16,
         "time_step_min": 1e-30,  # else transformers' own logits are wrong
         "moe_intermediate_size": 24,
-        "moe_shared_expert_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 48,
         "n_routed_experts": 8,
         "n_group": 4,
         "topk_group": 2,

@@ -14,8 +14,8 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbeddin
 from outrider.kernels.model.rms_norm import Norm
 
 from ..blocks import Block
+from ..expert_weights import SharedExpert
 from ..parts.base import Part
-from ..parts.gated_mlp import GatedMLP
 from .llama import Llama
 
 
@@ -40,11 +40,5 @@ class Glm4Moe(Llama):
             return super().mlp(name, norm, layer, **options)
         num_experts, inner = config.n_routed_experts, config.moe_intermediate_size
         router = self.sigmoid_router(name, num_experts)
-        shared = GatedMLP.read(
-            self.tensors,
-            f"{name}.shared_experts",
-            norm=None,
-            width=config.hidden_size,
-            inner=inner * config.n_shared_experts,
-        )
+        shared = SharedExpert(f"{name}.shared_experts", inner * config.n_shared_experts)
         return self.experts(name, norm, router, num_experts, inner, exact=True, shared=shared)

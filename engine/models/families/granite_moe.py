@@ -47,7 +47,7 @@ class GraniteMoe(Llama):
     def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
         config, router = self.config, Router(self.config.num_experts_per_tok)
         num_experts, inner = config.num_local_experts, config.intermediate_size
-        part = self.experts(name, norm, router, num_experts, inner, gate="router")
+        part = self.experts(name, norm, router, num_experts, inner, gate="router", **options)
         return replace(part, factor=config.residual_multiplier)
 
     def decoder(self) -> Decoder:

@@ -7,7 +7,6 @@ x += residual_multiplier * (sum over the experts of a row + shared_mlp(m))
 The small ones have no experts, and most have no RoPE.
 """
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -17,8 +16,8 @@ from outrider.kernels.model.state_layer import StateHeads
 
 from ..attention import Rope
 from ..blocks import Block
+from ..expert_weights import SharedExpert
 from ..parts.base import Part
-from ..parts.experts import ExpertMLP
 from ..parts.gated_mlp import GatedMLP
 from ..parts.mamba2 import Mamba2
 from .granite_moe import GraniteMoe
@@ -77,19 +76,18 @@ class GraniteMoeHybrid(GraniteMoe):
 
     def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
         """That of a whole block, which begins with `name`."""
-        config = self.config
-        shared = GatedMLP.read(
+        config, shared_mlp = self.config, f"{name}.shared_mlp"
+        inner, fused, down = config.shared_intermediate_size, "input_linear", "output_linear"
+        if config.num_local_experts:
+            shared = SharedExpert(shared_mlp, inner, fused=fused, down=down)
+            return super().mlp(f"{name}.block_sparse_moe", norm, layer, shared=shared)
+        return GatedMLP.read(
             self.tensors,
-            f"{name}.shared_mlp",
-            norm=None if config.num_local_experts else norm,
+            shared_mlp,
+            norm=norm,
             width=config.hidden_size,
-            inner=config.shared_intermediate_size,
-            fused="input_linear",
-            down="output_linear",
+            inner=inner,
+            fused=fused,
+            down=down,
             factor=config.residual_multiplier,
         )
-        if not config.num_local_experts:
-            return shared
-        experts = super().mlp(f"{name}.block_sparse_moe", norm, layer)
-        assert isinstance(experts, ExpertMLP)
-        return replace(experts, shared=shared)

@@ -19,6 +19,7 @@ from outrider.kernels.model.state_layer import StateHeads
 from ..attention import Rope
 from ..blocks import Block
 from ..checkpoint import AnyCheckpoint
+from ..expert_weights import SharedExpert
 from ..parts.base import Part
 from ..parts.mamba2 import Mamba2
 from ..parts.plain_mlp import PlainMLP
@@ -90,7 +91,7 @@ class NemotronH(Llama):
             case "moe":
                 return Block(self.mixture(mixer, norm))
             case _:
-                return Block(self.plain_mlp(mixer, norm, self.config.intermediate_size))
+                return Block(self.plain_mlp(mixer, norm))
 
     def mamba2(self, name: str, norm: Norm) -> Mamba2:
         config = self.config
@@ -109,16 +110,15 @@ class NemotronH(Llama):
             num_taps=config.conv_kernel,
         )
 
-    def plain_mlp(self, name: str, norm: Norm | None, inner: int) -> PlainMLP:
-        width = self.config.hidden_size
+    def plain_mlp(self, name: str, norm: Norm) -> PlainMLP:
+        width, inner = self.config.hidden_size, self.config.intermediate_size
         return PlainMLP.read(self.tensors, name, norm=norm, width=width, inner=inner)
 
     def mixture(self, name: str, norm: Norm) -> Part:
         config = self.config
         num_experts, inner = config.n_routed_experts, config.moe_intermediate_size
         router = self.sigmoid_router(name, num_experts)
-        shared_inner = config.moe_shared_expert_intermediate_size
-        shared = self.plain_mlp(f"{name}.shared_experts", None, shared_inner)
+        shared = SharedExpert(f"{name}.shared_experts", config.moe_shared_expert_intermediate_size)
         size, latent = config.moe_latent_size, None
         if size is not None:
             latent = size, "fc1_latent_proj", "fc2_latent_proj"

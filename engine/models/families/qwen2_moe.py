@@ -4,9 +4,9 @@ x += sum over the experts of a row + sigmoid(shared_expert_gate(m)) * shared_exp
 m = post_attention_layernorm(x)
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from ..parts.gated_mlp import GatedMLP
+from ..expert_weights import SharedExpert
 from .qwen3_moe import Qwen3Moe
 
 
@@ -14,13 +14,9 @@ class Qwen2Moe(Qwen3Moe):
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_moe",)
     fields = Qwen3Moe.fields | {"qkv_bias", "shared_expert_intermediate_size"}
 
-    def shared_expert(self, name: str) -> dict[str, Any]:
-        config = self.config
-        shared = GatedMLP.read(
-            self.tensors,
+    def shared_expert(self, name: str) -> SharedExpert:
+        return SharedExpert(
             f"{name}.shared_expert",
-            norm=None,
-            width=config.hidden_size,
-            inner=config.shared_expert_intermediate_size,
+            self.config.shared_expert_intermediate_size,
+            gate="shared_expert_gate",
         )
-        return {"shared": shared, "shared_gate": "shared_expert_gate"}

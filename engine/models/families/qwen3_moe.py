@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Router
 
+from ..expert_weights import SharedExpert
 from ..parts.base import Part
 from .llama import Windowed
 
@@ -32,8 +33,8 @@ class Qwen3Moe(Windowed):
             return super().mlp(name, norm, layer, **options)
         router = Router(config.num_experts_per_tok, over_all=not config.norm_topk_prob)
         num_experts, inner = config.num_experts, config.moe_intermediate_size
-        return self.experts(name, norm, router, num_experts, inner, **self.shared_expert(name))
+        shared = self.shared_expert(name)
+        return self.experts(name, norm, router, num_experts, inner, shared=shared)
 
-    def shared_expert(self, name: str) -> dict[str, Any]:
-        """Options of ExpertMLP.read."""
-        return {}
+    def shared_expert(self, name: str) -> SharedExpert | None:
+        return None

@@ -12,7 +12,7 @@ from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 
 from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint, Lent, Read, check_shape
-from ..parts.experts import ExpertWeights, as_experts
+from ..expert_weights import ExpertWeights, as_experts
 from ..shares import Cut
 from ..weights import Layer
 
