@@ -1,5 +1,6 @@
-"""Tries at load whether `block_scaled_product` works on the GPU at hand: whether rows among many
-have the bits that they have among few. If not, `scaled_product` multiplies many as it does few.
+"""Tries at load whether `block_scaled_product` and `few_rows_product` work on the GPU at hand:
+whether rows have the same bits by either, and by the kernel for any GPU. If not, `scaled_product`
+takes that one for all.
 """
 
 import functools
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from ..compiling import compile_together
 from .block_scaled_product import failed, is_for
+from .few_rows_product import FEW_ROWS
 from .narrow_matrix import NarrowMatrix, narrow_matrix
 from .row_codes import RowCodes
-from .scaled_product import FEW_ROWS, scaled_product
+from .scaled_product import scaled_product
+from .split_product import add_parts_reference
 from .warpgroups import works
 
 _ROWS = 300
@@ -21,8 +24,8 @@ _GROUP = 128  # inputs, and outputs, that share a scale
 
 
 def try_block_scaled_product(matrix: NarrowMatrix, dtype: torch.dtype) -> None:
-    """If it is for that matrix, multiply a few hundred rows of `dtype` by another one; if that
-    fails, log why, and let it be for none. To be called where kernels run: in no capture.
+    """If they are for that matrix, multiply few and a few hundred rows of `dtype` by another one;
+    if that fails, log why, and let them be for none. To be called where kernels run: in no capture.
     """
     if is_for(matrix):
         _try(matrix.codes.device, dtype)
@@ -31,13 +34,13 @@ def try_block_scaled_product(matrix: NarrowMatrix, dtype: torch.dtype) -> None:
 @functools.cache
 @torch.inference_mode()
 def _try(device: torch.device, dtype: torch.dtype) -> None:
-    otherwise = "many rows are multiplied by FP8 blocks in a slower kernel"
+    otherwise = "rows are multiplied by FP8 blocks in a slower kernel"
     if not works(partial(_error, device, dtype), 0.0, otherwise):
         failed.add(device)
 
 
 def _error(device: torch.device, dtype: torch.dtype) -> float:
-    """The relative difference between rows among many and the same among few."""
+    """The relative difference between the same rows by several kernels."""
     generator = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -62,13 +65,21 @@ def _error(device: torch.device, dtype: torch.dtype) -> float:
 
     def added(x: RowCodes) -> Tensor:
         out = residual[-len(x.codes) :].clone()
-        scaled_product(out, x, matrix, bias, num_splits=2, adds=True)
+        scaled_product(out, x, matrix, bias, num_splits=2, adds=True)  # few rows: on any GPU
         return out
 
-    calls = [partial(multiply, x) for multiply in (gated, added) for x in (many, few)]
-    compile_together(calls, device)
-    outs = [call().float()[-FEW_ROWS:] for call in calls]
-    return max(
-        float((among_many - among_few).norm() / among_few.norm())
-        for among_many, among_few in zip(outs[::2], outs[1::2], strict=True)
-    )
+    def in_parts(x: RowCodes) -> Tensor:
+        parts = torch.empty(2, len(x.codes), _NUM_OUT, device=device)
+        scaled_product(parts, x, matrix, num_splits=2)
+        out = residual[-len(x.codes) :].clone()
+        add_parts_reference(out, parts, bias)
+        return out
+
+    pairs = [
+        (partial(gated, many), partial(gated, few)),
+        (partial(added, many), partial(added, few)),
+        (partial(in_parts, few), partial(added, few)),
+    ]
+    compile_together([call for pair in pairs for call in pair], device)
+    outs = [[call().float()[-FEW_ROWS:] for call in pair] for pair in pairs]
+    return max(float((a - b).norm() / b.norm()) for a, b in outs)

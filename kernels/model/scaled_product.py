@@ -3,9 +3,10 @@
     y[t, n] = sum over groups of scale_x[t] * scale_w[n] * sum over the group of code_x * code_w
 
 Nothing is converted, so many rows take half the time of 16-bit numbers. An output is summed in one
-order, however many rows there are, also where `block_scaled_product` multiplies them. Tensor cores
-add products of e4m3 with some 14 bits, as the library does for speed: an error of 0.3% of a result,
-a tenth of what rounding its inputs costs.
+order, however many rows there are, and whether the kernel for any GPU multiplies them, here, or one
+for Hopper GPUs: `few_rows_product`, `block_scaled_product`. Tensor cores add products of e4m3 with
+some 14 bits, as the library does for speed: an error of 0.3% of a result, a tenth of what rounding
+its inputs costs.
 """
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from .._dispatch import num_programs, num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .block_scaled_product import BLOCK_ROWS, block_scaled_product, is_for
+from .few_rows_product import FEW_ROWS, few_rows_product
 from .narrow_matrix import NarrowMatrix
 from .row_codes import RowCodes
 from .silu_mul import silu
@@ -22,7 +24,6 @@ from .tiles import BLOCK_N, MAX_SPLIT_ROWS, num_splits_of, tile_of_program
 _BLOCK_K = 128
 _AHEAD = 512  # inputs whose codes a program loads before its rows are there
 _AHEAD_ROWS = 32  # with more rows it does not: registers and shared memory hold no more
-FEW_ROWS = 64  # more of them are multiplied by `block_scaled_product`, where that is for the matrix
 _MANY_ROWS = 256  # more of them are multiplied in larger tiles
 _TOGETHER = tl.constexpr(8)  # blocks of outputs whose programs run together and share rows of x
 
@@ -38,8 +39,8 @@ def parts_of(matrix: NarrowMatrix) -> int:
 
 def _per_sm(matrix: NarrowMatrix) -> int:
     """How many programs a multiprocessor should have, at few rows."""
-    # A program waits for the sums of each group to scale them; a second one multiplies then.
-    return 2 if len(matrix.scale) > 1 else 1
+    # A program waits for the sums of each group to scale them; others multiply then.
+    return 3 if len(matrix.scale) > 1 else 1
 
 
 def most_rows_in_parts(matrix: NarrowMatrix) -> int:
@@ -68,9 +69,15 @@ def scaled_product(
     num_rows, width = x.codes.shape
     num_out = out.shape[-1]
     is_whole = out.ndim == 2
-    if num_rows > FEW_ROWS and is_whole and is_for(matrix, num_splits=num_splits, gated=gated):
-        block_scaled_product(out, x, matrix, bias, num_splits=num_splits, gated=gated, adds=adds)
-        return
+    if is_for(matrix, num_splits=num_splits, gated=gated):
+        if num_rows > FEW_ROWS and is_whole:
+            block_scaled_product(
+                out, x, matrix, bias, num_splits=num_splits, gated=gated, adds=adds
+            )
+            return
+        if num_rows <= FEW_ROWS and not adds and (num_splits == 1 or not is_whole):
+            few_rows_product(out, x, matrix, bias, num_splits=num_splits, gated=gated)
+            return
     share, num_groups = width // num_splits, len(matrix.scale)
     is_even = share % _BLOCK_K == 0
     # Whether or not they are loaded ahead, these are summed last: any tile must sum in one order.

@@ -6,51 +6,26 @@ On a CPU its kernel runs in plain torch.
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import block_scaled
 import pytest
 import torch
+from block_scaled import exact, interpreted, make_matrix, make_rows, on_gpu
 from random_tensors import normals
 from torch import Tensor
 from verification import DEVICE
 
-from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model import block_scaled_product as module
 from outrider.kernels.model import block_scaled_trial as trial
-from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, narrow_matrix
+from outrider.kernels.model import few_rows_product
+from outrider.kernels.model.narrow_matrix import NarrowMatrix
 from outrider.kernels.model.row_codes import RowCodes
 from outrider.kernels.model.scaled_product import most_rows_in_parts, scaled_product
-from outrider.kernels.model.warpgroups import has_warpgroups
 from outrider.kernels.triton_or_none import HAS_GLUON
 
 if HAS_GLUON:
     from gluon_interpreter import Kernel
 
-pytestmark = [
-    pytest.mark.skipif(INTERPRET, reason="it does not run in Triton's interpreter"),
-    pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon"),
-    pytest.mark.skipif(
-        DEVICE.type == "cuda" and not has_warpgroups(DEVICE), reason="needs a Hopper GPU"
-    ),
-]
-interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="there the kernel itself runs")
-on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a Hopper GPU")
-
-
-def make_rows(num_rows: int, num_in: int, dtype: torch.dtype) -> RowCodes:
-    randn = normals(num_rows)
-    codes = (randn(num_rows, num_in) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return RowCodes(codes, randn(num_rows, num_in // 128).abs() / 100, dtype)
-
-
-def make_matrix(num_out: int, num_in: int) -> NarrowMatrix:
-    randn = normals(num_out)
-    codes = (randn(num_out, num_in) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
-    scale = randn(num_in // 128, -(-num_out // 128)).abs() / 10_000
-    return narrow_matrix("fp8", codes, scale, group=128, rows=128, rounds_inputs=True)
-
-
-def exact(x: RowCodes, matrix: NarrowMatrix) -> Tensor:
-    rows = x.codes.double() * x.scale.repeat_interleave(128, 1)
-    return rows @ dequantise(matrix, torch.float64).t()
+pytestmark = block_scaled.MARKS
 
 
 # Outputs, inputs; outputs that are no whole tiles, and tiles that programs have several of.
@@ -186,11 +161,17 @@ def test_more_rows_than_its_programs_take_are_not_added_in_parts(
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
-    """Tries the kernel as on a Hopper GPU; whether it multiplies by a matrix then."""
+    """Tries the kernels as on a Hopper GPU; whether they multiply by a matrix then."""
 
-    def multiply(out: Tensor, x: RowCodes, matrix: NarrowMatrix, bias: Any, **how: Any) -> None:
-        options = {"num_splits": 1, "gated": False, "adds": False} | how
-        module.block_scaled_product(out, x, matrix, bias, **options)
+    def multiply(
+        out: Tensor, x: RowCodes, matrix: NarrowMatrix, bias: Any = None, *, num_splits: int = 1,
+        gated: bool = False, adds: bool = False,
+    ) -> None:  # fmt: skip
+        how: dict[str, Any] = {"num_splits": num_splits, "gated": gated}
+        if adds or len(x.codes) > few_rows_product.FEW_ROWS:
+            module.block_scaled_product(out, x, matrix, bias, adds=adds, **how)
+        else:
+            few_rows_product.few_rows_product(out, x, matrix, bias, **how)
 
     failed: set[torch.device] = set()
     monkeypatch.setattr(module, "has_warpgroups", lambda _: True)
@@ -208,53 +189,71 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
     trial._try.cache_clear()
 
 
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """In place of those of many and of few rows."""
+    many, few = Kernel(2, name="_block_scaled_kernel"), Kernel(name="_few_rows_kernel")
+    monkeypatch.setattr(module, "_block_scaled_kernel", many)
+    monkeypatch.setattr(few_rows_product, "_few_rows_kernel", few)
+    return [many, few]
+
+
 @interpreted
-def test_a_kernel_that_works_is_used(
-    tried: Callable[..., bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_kernels_that_work_are_used(
+    tried: Callable[..., bool], kernels: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernel = Kernel(2, name="_block_scaled_kernel")
-    monkeypatch.setattr(module, "_block_scaled_kernel", kernel)
-    assert not tried(384)  # which it is not for: not tried
-    assert kernel.num_launches == 0
+    assert not tried(384)  # which they are not for: not tried
+    assert [kernel.num_launches for kernel in kernels] == [0, 0]
     assert tried()
     assert tried()
-    assert kernel.num_launches == 4  # once for all matrices: gated or added, many rows or few
+    # Once for all matrices: gated, or added as a whole, which few rows are by a third kernel that
+    # that of many rows stands for; few rows gated or in parts.
+    assert [kernel.num_launches for kernel in kernels] == [4, 2]
     assert not caplog.records
 
 
-class Wrong(Kernel):
-    """Computes many rows a little differently."""
+def wrong(kernel: Any) -> Any:
+    """Computes a number a little differently."""
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(out: Tensor, *args: Any, **options: Any) -> None:
-            super(Wrong, self).__getitem__(grid)(out, *args, **options)
-            if len(out) > 256:
-                out[-1, -1] += 0.5
+    class Wrong:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(out: Tensor, *args: Any, **options: Any) -> None:
+                kernel[grid](out, *args, **options)
+                out[..., -1, -1] += 0.5
 
-        return launch
+            return launch
+
+    return Wrong()
 
 
 class Broken:
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         raise RuntimeError("Cannot find ptxas\nlook there")
 
 
 @interpreted
 @pytest.mark.parametrize(
-    ("make_kernel", "reason"),
+    ("fail", "reason"),
     [
-        (Broken, "RuntimeError: Cannot find ptxas)"),
-        (lambda: Wrong(2, name="_block_scaled_kernel"), "wrong by"),
+        (lambda _: Broken(), "RuntimeError: Cannot find ptxas)"),
+        (wrong, "wrong by"),
     ],
 )
+@pytest.mark.parametrize("rows", ["many", "few"])
 def test_what_fails_on_a_gpu_goes_on_by_the_other_kernel_with_one_warning(
-    make_kernel: Callable[[], Any],
+    rows: str,
+    fail: Callable[[Any], Any],
     reason: str,
     tried: Callable[..., bool],
+    kernels: list[Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(module, "_block_scaled_kernel", make_kernel())
+    many, few = kernels
+    if rows == "many":
+        monkeypatch.setattr(module, "_block_scaled_kernel", fail(many))
+    else:
+        monkeypatch.setattr(few_rows_product, "_few_rows_kernel", fail(few))
     assert not tried()
     assert not tried()
     assert [reason in record.getMessage() for record in caplog.records] == [True]

@@ -218,17 +218,22 @@ def in_blocks(
     num_rows: int,
     num_splits: int = 1,
     *,
+    num_out: int = 512,
+    num_in: int = 2048,
     gated: bool = False,
     adds: bool = False,
+    in_parts: bool = False,
     has_bias: bool = False,
 ) -> None:
-    num_in, num_out, float32 = 2048, 512, torch.float32
+    float32 = torch.float32
     scale = empty(num_in // 128, num_out // 128, dtype=float32)
     codes = empty(num_out, num_in, dtype=torch.float8_e4m3fn)
     matrix = NarrowMatrix("fp8", codes, scale, None, num_in, 128, 128, rounds_inputs=True)
     x = empty(num_rows, num_in, dtype=torch.float8_e4m3fn)
     rows = RowCodes(x, empty(num_rows, num_in // 128, dtype=float32), torch.bfloat16)
     out, bias = empty(num_rows, num_out // 2 if gated else num_out), empty(num_out)
+    if in_parts:
+        out = empty(num_splits, num_rows, num_out, dtype=float32)
     scaled_product(
         out, rows, matrix, bias if has_bias else None, num_splits=num_splits, gated=gated, adds=adds
     )
@@ -253,6 +258,45 @@ def test_sums_of_blocks_stay_in_registers(
     (kernel,) = kernels
     assert "warp_specialize" in kernel.asm["ttgir"]
     assert kernel.metadata.shared <= machine_code.H100.shared_bytes
+    code = machine_code.disassembled(kernel)
+    assert re.search(r"\bQGMMA\b", code)
+    assert not re.search(r"\b(STL|LDL)\b", code), "registers are spilled"
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "num_in", "num_splits", "gated", "has_bias", "per_sm"),
+    [
+        (4, 34816, 5120, 1, True, False, 5),
+        deep(16, 34816, 5120, 1, True, False, 5),
+        (32, 34816, 5120, 1, True, True, 5),
+        (64, 34816, 5120, 1, True, True, 3),
+        deep(4, 16384, 5120, 1, False, False, 2),
+        deep(64, 16384, 5120, 1, False, False, 2),
+        deep(32, 5120, 17408, 4, False, False, 3),
+        deep(64, 5120, 17408, 4, False, False, 3),
+        deep(64, 2048, 4096, 8, False, False, 2),
+    ],
+)
+def test_programs_of_few_rows_share_a_multiprocessor(
+    num_rows: int,
+    num_out: int,
+    num_in: int,
+    num_splits: int,
+    gated: bool,
+    has_bias: bool,
+    per_sm: int,
+) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        in_blocks(
+            num_rows, num_splits, num_out=num_out, num_in=num_in, gated=gated,
+            in_parts=num_splits > 1, has_bias=has_bias,
+        )  # fmt: skip
+    (kernel,) = kernels
+    assert "warp_specialize" in kernel.asm["ttgir"]
+    shared = -(-kernel.metadata.shared // 128) * 128 + 1024
+    assert per_sm * shared <= machine_code.H100.shared_bytes + 1024
+    assert per_sm * 32 * kernel.metadata.num_warps * kernel.metadata.maxnreg <= 1 << 16
     code = machine_code.disassembled(kernel)
     assert re.search(r"\bQGMMA\b", code)
     assert not re.search(r"\b(STL|LDL)\b", code), "registers are spilled"

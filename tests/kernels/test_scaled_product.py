@@ -277,6 +277,26 @@ def test_splits_are_whole_blocks() -> None:
         assert splits == 1 or matrix.codes.shape[1] % (128 * splits) == 0
 
 
+@pytest.mark.parametrize(
+    ("num_out", "num_in", "splits"),
+    [
+        (5120, 17408, 4),  # Qwen3.6-27B
+        (5120, 6144, 4),
+        (2048, 4096, 8),  # Qwen3.6-35B-A3B
+        (2048, 512, 2),
+        (4096, 12288, 4),  # Qwen3-8B
+        (16384, 5120, 1),
+    ],
+)
+def test_parts_keep_an_h200_busy(
+    num_out: int, num_in: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "num_programs", lambda device, per_sm: per_sm * 132)
+    codes = torch.empty(num_out, num_in, dtype=torch.float8_e4m3fn, device="meta")
+    scale = torch.empty(num_in // 128, num_out // 128, device="meta")
+    assert parts_of(narrow_matrix("fp8", codes, scale, group=128, rows=128)) == splits
+
+
 @pytest.mark.parametrize("num_sms", [1, 78, 108, 132, 170])
 def test_the_kernel_of_many_rows_takes_every_split(
     num_sms: int, monkeypatch: pytest.MonkeyPatch

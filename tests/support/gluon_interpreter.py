@@ -6,6 +6,8 @@ NaN; what a product reads must be there from its start until it is waited for. S
 read or filled too early shows, and warps that wait for ever are an error.
 """
 
+import itertools
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -16,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.kernels import dependent_launch
 from outrider.kernels.model import (
     block_scaled_product,
+    few_rows_product,
     prompt_attention,
     prompt_blocks,
     silu_mul,
@@ -32,6 +36,7 @@ _MODULES = {
     for name, own, *others in (
         ("_prompt_attention_kernel", prompt_attention, softmax_sums, prompt_blocks),
         ("_block_scaled_kernel", block_scaled_product, silu_mul, tiles),
+        ("_few_rows_kernel", few_rows_product, silu_mul, dependent_launch),
     )
 }
 
@@ -95,6 +100,10 @@ class Shared:
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> "Shared":
         """Parts of some rows and columns as whole tiles, whose columns lie behind each other."""
+        if dtype != self.memory.dtype or len(shape) == 2:
+            size = math.prod(shape) * dtype.itemsize
+            memory = self.memory.view(-1).view(torch.uint8)[:size].view(dtype)
+            return Shared(memory.view(shape), tuple(shape))
         num, rows, columns = shape
         span = self.shape[2]
         memory = self.memory.view(num, columns // span, rows, span).transpose(1, 2)
@@ -130,7 +139,8 @@ class Product:
             for before, now in zip(self._before, (left, right), strict=True):
                 is_same = torch.equal(_bytes(before), _bytes(now))
                 assert is_same, "shared memory changes while it is multiplied"
-            self._result = self._acc + left.float() @ right.float()
+            # In float64 numbers of 8 bits are added exactly, in any order of the library's.
+            self._result = (self._acc + left.double() @ right.double()).float()
         return self._result
 
 
@@ -171,8 +181,8 @@ class Warps(threading.Thread):
 class Program:
     """One program: its warps take turns."""
 
-    def __init__(self, number: int, total: int, seed: int) -> None:
-        self.number, self.total, self._random = number, total, random.Random(seed)
+    def __init__(self, place: tuple[int, ...], grid: tuple[int, ...], seed: int) -> None:
+        self.place, self.grid, self._random = place, grid, random.Random(seed)
         self.turn = threading.Semaphore(0)
         self.error: BaseException | None = None
         self.copies: list[Callable[[], None]] = []
@@ -203,21 +213,27 @@ class Program:
 
 
 class Kernel:
-    """In place of a kernel; by default that of prompts."""
+    """In place of a kernel; by default that of prompts. `num_programs`: in place of its grid."""
 
     def __init__(
-        self, num_programs: int, seed: int = 0, name: str = "_prompt_attention_kernel"
+        self,
+        num_programs: int | None = None,
+        seed: int = 0,
+        name: str = "_prompt_attention_kernel",
     ) -> None:
         self._num_programs, self._seed, self._name = num_programs, seed, name
         self.num_launches = 0
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        if self._num_programs is not None:
+            grid = (self._num_programs,)
+
+        def launch(*args: Any, num_warps: int, maxnreg: int = 0, **constants: Any) -> None:
             self.num_launches += 1
             constants.pop("enable_fp_fusion", None)
             given = [Pointer(_flat(x)) if isinstance(x, Tensor) else x for x in args]
-            for i in range(self._num_programs):
-                run = _interpreted(Program(i, self._num_programs, self._seed + i), self._name)
+            for i, place in enumerate(itertools.product(*map(range, grid))):
+                run = _interpreted(Program(place, grid, self._seed + i), self._name)
                 run[self._name](*given, **constants)
 
         return launch
@@ -236,7 +252,7 @@ def _interpreted(program: Program, kernel: str) -> dict[str, Any]:
         MBarrierLayout=lambda: "barriers",
         init=_init,
         wait=lambda barrier, phase: _of_warps().wait(lambda: barrier.phase % 2 != int(phase)),
-        arrive=_arrive,
+        arrive=_arrive_of_warps,
         expect=_expect,
     )
 
@@ -296,6 +312,11 @@ def _init(barrier: Barrier, count: int) -> None:
 def _arrive(barrier: Barrier, count: int) -> None:
     barrier.left -= count
     barrier.changed()
+
+
+def _arrive_of_warps(barrier: Barrier, count: int) -> None:
+    _arrive(barrier, count)
+    _of_warps().wait(lambda: True)  # others may go on before these do
 
 
 def _expect(barrier: Barrier, num_bytes: int) -> None:
@@ -367,8 +388,8 @@ def _language(program: Program) -> Any:
         DotOperandLayout=layout,
         SwizzledSharedLayout=layout,
         static_range=range,
-        program_id=lambda axis: program.number,
-        num_programs=lambda axis: program.total,
+        program_id=lambda axis: program.place[axis],
+        num_programs=lambda axis: program.grid[axis],
         allocate_shared_memory=allocate,
         warp_specialize=program.warp_specialize,
         load=lambda pointer, mask=None, other=0: pointer.load(mask, other),

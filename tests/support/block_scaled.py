@@ -1,0 +1,43 @@
+"""Products in FP8 on Hopper GPUs, where blocks of 128 x 128 weights share a scale: what their tests
+share. On a CPU the kernels run in plain torch.
+"""
+
+import pytest
+import torch
+from random_tensors import normals
+from torch import Tensor
+from verification import DEVICE
+
+from outrider.kernels._dispatch import INTERPRET
+from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, narrow_matrix
+from outrider.kernels.model.row_codes import RowCodes
+from outrider.kernels.model.warpgroups import has_warpgroups
+from outrider.kernels.triton_or_none import HAS_GLUON
+
+MARKS = [
+    pytest.mark.skipif(INTERPRET, reason="it does not run in Triton's interpreter"),
+    pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon"),
+    pytest.mark.skipif(
+        DEVICE.type == "cuda" and not has_warpgroups(DEVICE), reason="needs a Hopper GPU"
+    ),
+]
+interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="there the kernel itself runs")
+on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a Hopper GPU")
+
+
+def make_rows(num_rows: int, num_in: int, dtype: torch.dtype) -> RowCodes:
+    randn = normals(num_rows)
+    codes = (randn(num_rows, num_in) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return RowCodes(codes, randn(num_rows, num_in // 128).abs() / 100, dtype)
+
+
+def make_matrix(num_out: int, num_in: int) -> NarrowMatrix:
+    randn = normals(num_out)
+    codes = (randn(num_out, num_in) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scale = randn(num_in // 128, -(-num_out // 128)).abs() / 10_000
+    return narrow_matrix("fp8", codes, scale, group=128, rows=128, rounds_inputs=True)
+
+
+def exact(x: RowCodes, matrix: NarrowMatrix) -> Tensor:
+    rows = x.codes.double() * x.scale.repeat_interleave(128, 1)
+    return rows @ dequantise(matrix, torch.float64).t()
