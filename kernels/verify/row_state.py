@@ -19,6 +19,7 @@ from .candidates import CANDIDATE_SCRATCH, MAX_GROUPS, threshold_from_candidates
 from .decide import BAD, OPEN, accept_test, load_draft
 from .draw import draw_from_candidates, draw_from_sums, draw_words
 from .keys import value_of
+from .log_odds import keep_log_odds
 from .philox import FIXED_ONE, log, log_of_fixed
 from .residual import open_row
 from .row_outcome import RowOutcomes, conclude_row, greedy_token, settle_row
@@ -133,6 +134,8 @@ def _row_state_kernel(
     row = (row0 + offset).to(tl.int64)
     row_ptr = step.logits + row * step.logits_stride
     block_max, total = load_stats(row, stats, num_blocks, NB)
+    if step.log_odds is not None:
+        keep_log_odds(block_max, total, temperature, request, slot, step)
     is_settled = offset <= k
     if temperature <= 0:
         row_max, bad = merge_max(block_max)

@@ -22,7 +22,7 @@ class BlockStats(NamedTuple):
     max: torch.Tensor  # [N, num_blocks] float32; NaN if the block holds a NaN
     total: (
         torch.Tensor
-    )  # [N, num_blocks] float32 sum of exp((l - max) / t); for rows that draw only
+    )  # [N, num_blocks] float32 sum of exp((l - max) / t); for rows that draw, or are of drafts
     group_max: torch.Tensor | None  # [N, num_blocks, 16] float32, if needed (kernel only)
 
 
@@ -117,7 +117,7 @@ def _scan_kernel(
     num_requests,
     slot_ptr,  # [B], each request's index in `sampling`
     sampling,  # None: temperature 1 and group maxima for every row
-    offset_ptr,  # [B], or None
+    offset_ptr,  # [B], of drafts, whose greedy rows are summed at temperature 1; or None
     kept_ptr,  # [num_slots, num_kept, width]: row i is kept at (slot[i], offset[i]); or None
     num_kept,
     stats,
@@ -159,7 +159,8 @@ def _scan_kernel(
                 at_kept = kept_ptr + kept_row * width + first + lane
                 tl.store(at_kept, x.to(kept_ptr.dtype.element_ty), mask=first + lane < width)
             temperature = tl.load(sampling.temperature + slot)
-            scale = tl.where(temperature > 0, _LOG2_E / temperature, 0.0)
+            of_greedy = 0.0 if offset_ptr is None else _LOG2_E
+            scale = tl.where(temperature > 0, _LOG2_E / temperature, of_greedy)
             wants_groups = is_filtered(slot, sampling, vocab_size)
             wants_groups = wants_groups | (tl.load(sampling.rule + slot) == 2)
         if first + _BLOCK > vocab_size:

@@ -54,6 +54,7 @@ class Step(NamedTuple):
     kept: tuple[Tensor, Tensor] | None
     vocab_size: int
     words: Tensor | None  # [B, K + 2, 4] int64 random words to use instead of Philox's
+    log_odds: Tensor | None = None  # [num_slots, K] float32, where draws of drafts keep theirs
 
     @property
     def purpose(self) -> Purpose:
@@ -64,11 +65,13 @@ class Step(NamedTuple):
         """The first arguments of every kernel after the scan."""
         logits, slots = self.logits, self.slots
         kept_state = None if self.kept is None or self.offset is None else self.kept[1]
+        odds = self.log_odds
         step = StepArguments(
             logits, logits.stride(0), logits.shape[1], self.vocab_size, self.cu_rows,
             self.num_drafts, slots.token_ids, slots.token_ids.stride(0), slots.num_tokens,
             self.slot, self.offset, kept_state,
             0 if kept_state is None else kept_state.stride(0), self.words,
+            odds, 0 if odds is None else odds.stride(0),
         )  # fmt: skip
         return step, self.max_drafts + 1, num_blocks, self._draft_logits(), slots.sampling
 
@@ -97,6 +100,8 @@ class StepArguments(NamedTuple):
     kept_state: Tensor | None  # [num_slots, kept_stride], where draws keep their states, if they do
     kept_stride: int
     words: Tensor | None  # [B, K + 2, 4]
+    log_odds: Tensor | None  # [num_slots, odds_stride]
+    odds_stride: int
 
 
 class DraftLogits(NamedTuple):

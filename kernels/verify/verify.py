@@ -43,6 +43,7 @@ from .bisection import bisect_rows
 from .decide import decide_reference
 from .draw import draw_reference
 from .finish import finish
+from .log_odds import keep_log_odds_reference
 from .residual import residual_reference
 from .row_outcome import RowOutcomes
 from .row_state import row_state, row_state_reference
@@ -60,6 +61,7 @@ def draw_draft(
     vocab_size: int,
     filters: bool = True,
     draws: bool = True,
+    log_odds: Tensor | None = None,
 ) -> Tensor:
     """Draw one draft a row from the processed distribution of the draft's logits, into its slot.
 
@@ -85,13 +87,18 @@ def draw_draft(
         False promises that no request filters (top-k, top-p, min-p), and saves launches.
     draws
         False promises that every request is greedy, and saves launches.
+    log_odds
+        Where to keep how sure the distributions were (log_odds.py); None: nowhere.
+        Shape: [num_slots, K] float32.
 
     Returns
     -------
     The drafts. Shape: [N] int64.
     """
     vocab_size = min(vocab_size, logits.shape[1])
-    step = Step(logits, None, slots, slot, None, 0, offset, kept, vocab_size, None)
+    step = Step(logits, None, slots, slot, None, 0, offset, kept, vocab_size, None, log_odds)
+    if log_odds is not None and not uses_triton(logits):
+        keep_log_odds_reference(log_odds, logits, slot, offset, slots.sampling, vocab_size)
     if cpu.takes(logits):
         return cpu.draw(step)
     return _draw(step, filters, draws)[:, 0]
