@@ -5,6 +5,10 @@ import operator
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
+
+from outrider.kernels.verify.rank import LEAST, NUM_RANGES, WIDTH
+
 log = logging.getLogger(__name__)
 
 PRIOR_ACCEPTANCE, PRIOR_DRAFTS = 0.7, 8  # assumed at first, and as how many drafts that counts
@@ -24,14 +28,22 @@ class Acceptance:
         self._right = [PRIOR_ACCEPTANCE * PRIOR_DRAFTS] * max_k
         self._tried = [float(PRIOR_DRAFTS)] * max_k
 
-    def observe(self, wanted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Learn from a step: of `wanted[i]` drafts for sequence i, `accepted[i]` were accepted."""
-        drafted = [(w, a) for w, a in zip(wanted, accepted, strict=True) if w]
+    def observe(
+        self, wanted: Sequence[int], accepted: Sequence[int], left_out: Sequence[float] = ()
+    ) -> None:
+        """Learn from a step: of `wanted[i]` drafts for sequence i, `accepted[i]` were accepted.
+
+        `left_out[i]` is how likely its next draft was, if it was made but not verified, else 0:
+        where unlikely drafts are left out, the others say too much of their position.
+        """
+        each = zip(wanted, accepted, left_out or (0.0,) * len(wanted), strict=True)
+        drafted = [(w, a, chance) for w, a, chance in each if w or chance]
         kept, before = KEPT if drafted else KEPT_IDLE, None
         for j, (right, tried) in enumerate(zip(self._right, self._tried, strict=True)):
-            reached = [a for w, a in drafted if j < w and j <= a]
+            reached = [float(a > j) for w, a, _ in drafted if j < w and j <= a]
+            reached += [chance for w, a, chance in drafted if j == w == a and chance]
             kept_of_it = max(kept, min(1.0, PRIOR_DRAFTS / tried))  # its weight fades, no further
-            self._right[j] = kept_of_it * right + sum(a > j for a in reached)
+            self._right[j] = kept_of_it * right + sum(reached)
             self._tried[j] = kept_of_it * tried + len(reached)
             weight = 0 if before is None else LIKENESS
             seen = self._right[j] + weight * (before or 0.0)
@@ -42,6 +54,47 @@ class Acceptance:
         return sum(accumulate(self.by_position[:k], operator.mul), 0.0)
 
 
+class Calibration:
+    """How often drafts are accepted, if those before them are, by the range of the log odds of the
+    likeliest token when they were drawn. At first that token's probability is taken for it.
+    """
+
+    _PRIOR, _MOST = 8, 2048  # drafts of a range that count as the prior, and that are remembered
+
+    def __init__(self) -> None:
+        middle_np = LEAST + WIDTH * (np.arange(NUM_RANGES) + 0.5)
+        self._prior_np = 1 / (1 + np.exp(-middle_np))
+        self._right_np, self._tried_np = np.zeros(NUM_RANGES), np.zeros(NUM_RANGES)
+
+    @property
+    def by_range_np(self) -> np.ndarray:
+        """Shape: [NUM_RANGES] float32."""
+        right_np = self._right_np + self._PRIOR * self._prior_np
+        by_range_np: np.ndarray = (right_np / (self._tried_np + self._PRIOR)).astype(np.float32)
+        return by_range_np
+
+    def chances(self, ranges_np: np.ndarray) -> np.ndarray:
+        """Of drafts by the range of their odds; 0 if they have none. Shape: [N, K] -> [N, K]."""
+        return np.where(ranges_np < 0, 0.0, self.by_range_np[ranges_np])
+
+    def observe(
+        self, ranges_np: np.ndarray, verified_np: np.ndarray, accepted_np: np.ndarray
+    ) -> None:
+        """Learn from a step that verified so many drafts of each sequence, and accepted so many.
+
+        Shape: [N, K], [N], [N].
+        """
+        column_np = np.arange(ranges_np.shape[1])
+        tried_np = (column_np < verified_np[:, None]) & (column_np <= accepted_np[:, None])
+        tried_np &= ranges_np >= 0
+        right_np = tried_np & (column_np < accepted_np[:, None])
+        self._tried_np += np.bincount(ranges_np[tried_np], minlength=NUM_RANGES)
+        self._right_np += np.bincount(ranges_np[right_np], minlength=NUM_RANGES)
+        kept_np = np.where(self._tried_np > self._MOST, 0.5, 1.0)
+        self._tried_np *= kept_np
+        self._right_np *= kept_np
+
+
 class OwnAcceptance:
     """How much more often than others' the model's drafts of one sequence are accepted."""
 
@@ -50,11 +103,11 @@ class OwnAcceptance:
     def __init__(self) -> None:
         self._right = self._expected = 0.0
 
-    def observe(self, num_drafts: int, num_accepted: int, by_position: Sequence[float]) -> None:
-        """Learn from a step; `by_position` as of all sequences. Shape: [max_k]."""
+    def observe(self, num_drafts: int, num_accepted: int, chances: Sequence[float]) -> None:
+        """Learn from a step; `chances` are those of each draft, were it of any sequence."""
         num_tried = min(num_drafts, num_accepted + 1)
         self._right = self._KEPT * self._right + num_accepted
-        self._expected = self._KEPT * self._expected + sum(by_position[:num_tried])
+        self._expected = self._KEPT * self._expected + sum(chances[:num_tried])
 
     @property
     def ratio(self) -> float:

@@ -232,5 +232,5 @@ class EngineStats:
     step_tokens: int = 0  # of prompts, as steps compute them, and generated
     # [len(STEP_TOKENS) + 1] steps by such tokens; the last is of those with more
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
-    drafted_per_position: list[int] = field(default_factory=list)  # [k] times draft i was proposed
+    drafted_per_position: list[int] = field(default_factory=list)  # [k] times draft i was verified
     accepted_per_position: list[int] = field(default_factory=list)  # [k] times it was accepted

@@ -137,6 +137,7 @@ class Engine:
             adaptive = AdaptiveSpeculation(
                 slots.max_drawn,
                 stops_early=stops_early,
+                ranks=self.worker.ranking is not None,
                 price=Price(lru_cache(4096)(pair.target.padded)) if price is None else price,
             )
         self.sequences = Sequences(
@@ -237,6 +238,7 @@ class Engine:
         for request in queued:
             request.logits_processors = self._processors.build(request.params)
             request.needs_host = self.worker.edits.need_host(request.params)
+            request.is_edited = self.worker.edits.are_asked_by(request.params)
         try:
             for request in queued:
                 if self._grammars is not None and request.params.grammar is not None:

@@ -36,6 +36,8 @@ class Pace:
 
 
 def _kind(plan: Plan) -> tuple[int, int]:
-    """Steps of one kind take about as long: equal drafts, and rows within a factor of two."""
-    num_rows = sum(s.num_rows for s in plan.scheduled)
-    return max(s.num_drafts for s in plan.scheduled), num_rows.bit_length()
+    """Steps of one kind take about as long: equal drafts, and rows within a factor of two, if all
+    drafts have some.
+    """
+    num_rows = sum([s.num_new_tokens + s.num_made for s in plan.scheduled])
+    return max([s.num_made for s in plan.scheduled]), num_rows.bit_length()

@@ -1,12 +1,14 @@
 """One step as data: what to compute for each sequence, and what came out."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isnan
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from .api import SourceName, TokenLogprobs
 from .memory.sequence import SequenceMemory
@@ -18,6 +20,23 @@ SAMPLING_KINDS = ((True, True), (False, True), (False, False))
 # Rows of one step that may go through the output layer for prompt logprobs. Logits take up to
 # 150,000 numbers a row, too much for a whole chunk.
 MAX_PROMPT_LOGITS = 512
+
+
+class RowBudget(NamedTuple):
+    """How many drafts of a step are verified, and by what they are chosen on the device. All of it
+    is of steps that the host has read.
+    """
+
+    num_drafts: int  # of the ranked sequences together, or as many as were made
+    by_range_np: np.ndarray  # [NUM_RANGES] how often drafts are accepted, by their log odds
+
+
+class Chosen(NamedTuple):
+    """How many drafts are verified of each ranked sequence, which are the last N of the plan."""
+
+    num_drafts: int  # of all of them
+    counts: Tensor  # [N] int32
+    ranges: Tensor  # [N, K] int32, of the drafts' log odds: see rank.py
 
 
 class Wish(NamedTuple):
@@ -39,7 +58,10 @@ class ScheduledRequest:
     max_drafts: int = 0  # there are rows and pages for so many
     max_drawn: int = 0  # how many of them may be drawn from a model
     wish: Wish | None = None  # the drafts are the first of these; None: a model may draft
-    num_drafts: int = 0  # how many were made
+    num_made: int = 0  # how many drafts were made
+    is_ranked: bool = False  # the device chooses how many of them are verified
+    # How many are verified: k_i. Of ranked sequences, 0 until the host has read the step.
+    num_drafts: int = 0
     source: SourceName | None = None  # where they are from; None: there are none
     # End of the tokens whose KV the draft has after the step, if all drafts are accepted; relative
     # to the end of the known tokens. None: it computes nothing.
@@ -91,10 +113,6 @@ class ScheduledRequest:
         return self.start + self.num_new_tokens
 
     @property
-    def num_rows(self) -> int:
-        return self.num_new_tokens + self.num_drafts
-
-    @property
     def max_rows(self) -> int:
         return self.num_new_tokens + self.max_drafts
 
@@ -114,9 +132,9 @@ class ScheduledRequest:
     @property
     def known_drafts(self) -> list[int] | None:
         """Its drafts, as far as the host knows them; None: a model drafts them on the device."""
-        if self.num_drafts == 0:
+        if self.num_made == 0:
             return []
-        return self.wish.drafts[: self.num_drafts] if self.wish and self.is_looked_up else None
+        return self.wish.drafts[: self.num_made] if self.wish and self.is_looked_up else None
 
     @property
     def is_void(self) -> bool:
@@ -138,6 +156,10 @@ class Plan:
     follows_another: bool = False  # directly, with no idle time between
     num_decoding: int = 0  # sequences behind their prompt, for which k was chosen
     is_trial: bool = False  # it has more or fewer drafts than usual, to see whether that is better
+    budget: RowBudget | None = None  # for ranked sequences, if there are any
+    chosen: Chosen | None = None  # within that budget; once the step is launched
+    ranges_np: np.ndarray | None = None  # those of `chosen`, once the host has read them
+    depth: int = 0  # how many drafts a model made of one sequence, at most
     newcomers: list[Request] = field(default_factory=list)  # those that have just got their slots
     # (from, to): slots whose states are copied before the step, one after the other.
     state_copies: list[tuple[int, int]] = field(default_factory=list)
@@ -146,8 +168,31 @@ class Plan:
         return bool(self.scheduled)
 
     def set_drafts(self, num_drafts: Sequence[int]) -> None:
-        """Set k_i of each sequence, once all drafts are made. Shape: [B]."""
+        """Set how many drafts each sequence has, once all are made. Shape: [B]."""
         for scheduled, count in zip(self.scheduled, num_drafts, strict=True):
+            scheduled.num_made = count
+            scheduled.num_drafts = 0 if scheduled.is_ranked else count
+        if any(num_drafts):
+            of_models = [s.num_made for s in self.scheduled if not s.is_looked_up]
+            self.depth = max(of_models, default=0)
+
+    def rank(self, ranked: Collection[ScheduledRequest], budget: RowBudget) -> None:
+        """Have the device choose which drafts of these sequences are verified. They become the last
+        ones, so that the host knows where the rows of all others are.
+        """
+        self.budget = budget
+        for scheduled in ranked:
+            scheduled.is_ranked = True
+        self.scheduled.sort(key=attrgetter("is_ranked"))
+
+    @property
+    def ranked(self) -> list[ScheduledRequest]:
+        return [s for s in self.scheduled if s.is_ranked]
+
+    def read_chosen(self, counts_np: np.ndarray, ranges_np: np.ndarray) -> None:
+        """Enter what the device has chosen. Shape: [N], [N, K]."""
+        self.ranges_np = ranges_np
+        for scheduled, count in zip(self.ranked, counts_np.tolist(), strict=True):
             scheduled.num_drafts = count
 
     @cached_property
@@ -162,7 +207,7 @@ class Plan:
 
     @property
     def num_drafts_np(self) -> np.ndarray:
-        """k_i of each drawing sequence. Shape: [B]."""
+        """k_i of each drawing sequence, as far as the host knows. Shape: [B]."""
         return np.array([s.num_drafts for s in self.drawing], dtype=np.int64)
 
     @cached_property

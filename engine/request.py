@@ -53,6 +53,7 @@ class Request:
         self.logits_processors: list[tuple[str, LogitsProcessor]] = []
         # Whether the host must know all its tokens before anything is drafted for it.
         self.needs_host = False
+        self.is_edited = False  # whether its logits are
         self.edit_error: str | None = None  # why its logits could not be edited
         self.slot: int | None = None  # its row of the device state, while it runs
 

@@ -33,6 +33,7 @@ from .proposers import build_proposer
 from .ranks.admission import check_ranks
 from .ranks.followers import Followers, RankError
 from .ranks.wire import Op
+from .scoring.ranking import Ranking
 from .scoring.scorer import Scorer
 from .scoring.verifier import Verifier
 from .seats import seated
@@ -122,8 +123,12 @@ class Worker:
         self.proposer = build_proposer(config, self.slots, self.edits, self.pair)
         self.scorer = Scorer(self.pair.target, self.slots.vocab_size)
         self.verifier = Verifier(self.slots, self.edits, self.proposer.distributions)
-        target = self.pair.target
+        log_odds, target = self.proposer.log_odds, self.pair.target
         is_alone = self.followers is None  # ranks agree on a number of threads once
+        # The others of a target get what the host knows of a step.
+        self.ranking: Ranking | None = None
+        if is_alone and log_odds is not None:
+            self.ranking = Ranking(self.slots, log_odds)
         counts = alike_thread_counts(target) if self.device.type == "cpu" and is_alone else ()
         self._cpu_share = CPUShare(counts)
         self._is_compiled = isinstance(target, CompiledDecoder)
@@ -152,6 +157,8 @@ class Worker:
         num_rows = 2 * (self.slots.max_drafts + 1)
         logits = torch.zeros(num_rows, target.vocab_size, dtype=target.dtype, device=self.device)
         warm_ups = (*self.verifier.warm_ups(logits), *self.proposer.warm_ups())
+        if self.ranking is not None:
+            warm_ups = *warm_ups, self.ranking.warm_up
         launches = *warm_ups, self.rehearse, *self.short_steps()
         compile_together(counted(launches, report), self.device)
 
@@ -272,6 +279,8 @@ class Worker:
         with self._threads():
             plan.set_drafts(self.proposer.propose(plan))
             drafting_s, drafted = time.perf_counter() - start_s, self._event()
+            if self.ranking is not None:
+                plan.chosen = self.ranking.choose(plan)
             scored = self.scorer.score(plan)
         launch_s = time.perf_counter() - start_s
         return LaunchedStep(plan, scored, launch_s, drafting_s, begin, drafted)

@@ -49,6 +49,9 @@ class LogitEdits:
         """Whether the host must know all tokens of such a request before it can edit logits."""
         return any(edit.needs_host and edit.is_asked_by(params) for edit in self._chain)
 
+    def are_asked_by(self, params: SamplingParams) -> bool:
+        return any(edit.is_asked_by(params) for edit in self._chain)
+
     def asked_by(self, slots_np: np.ndarray) -> np.ndarray:
         """Which of these slots' last requests ask for any edit. Shape: [B] -> [B] bool."""
         asked_np: np.ndarray = np.logical_or.reduce(self._asked_np)[slots_np]

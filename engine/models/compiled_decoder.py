@@ -133,6 +133,7 @@ class CompiledDecoder(Decoder):
 
     def forward(self, batch: HostBatch) -> Pass:
         """As any network does; one call looks the rows up and computes them."""
+        assert batch.more is None, "on a CPU the host knows all rows"
         given, rows, computed = self._in_slots(batch)
         if computed.taps is not None:
             num_seqs, num_rows, _ = batch.shape

@@ -308,7 +308,8 @@ class Network(PagedLayers):
     def forward(self, batch: HostBatch) -> Pass:
         """Compute the batch's rows, and store their KV in the pages."""
         shape = self.phase.padded(batch.shape)
-        computed = self.phase(batch.packed(shape[0], self._slots.dummy), shape)
+        integers = batch.integers(shape[0], self._slots.dummy, self.device)
+        computed = self.phase(integers, shape)
         _, _, num_logits = batch.shape
         return computed._replace(logits=computed.logits[:num_logits], shape=shape)
 

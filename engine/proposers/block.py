@@ -27,10 +27,6 @@ from .draws import Draws, LogitsOf
 from .head import Drafter
 from .token_by_token import LastRows
 
-# On a GPU: verifying fewer rows takes the target just as long, so it would not pay for the host to
-# wait and look at confidences.
-MIN_ROWS_TO_CUT = 128
-
 
 @dataclass(slots=True)
 class DraftedBlock:
@@ -97,10 +93,7 @@ class MasksAfterLastRow:
 
 
 class BlockByBlock(Drafter):
-    """Computes the logits of a whole block at once, and then draws drafts from them.
-
-    Drafts that a confidence head finds unlikely are not proposed.
-    """
+    """Computes the logits of a whole block at once, and then draws drafts from them."""
 
     def __init__(
         self,
@@ -112,19 +105,7 @@ class BlockByBlock(Drafter):
         self._head, self._blocks, self._draws = head, blocks, draws
         self._slots, self.read = slots, blocks.read
 
-    def likely(
-        self, drafted: Tensor, num_drafts_np: np.ndarray, least_np: np.ndarray
-    ) -> np.ndarray:
-        num_rows = num_drafts_np.sum() + len(num_drafts_np)
-        if self._head.confidence is None or not least_np.any() or num_rows < MIN_ROWS_TO_CUT:
-            return num_drafts_np
-        chance_np = drafted[:, : len(least_np)].cpu().numpy().cumprod(0)
-        num_likely_np = (chance_np >= least_np).sum(0)
-        fewer_np: np.ndarray = np.minimum(num_drafts_np, num_likely_np)
-        return fewer_np
-
     def draft(self, integers: Tensor, shape: Shape) -> Tensor:
-        """Returns the confidence in each draft, if there is a confidence head. Shape: [k, N]."""
         size, k, filters, draws = shape
         batch_shape = self._shape(size, k)
         batch_len = packed_len(size)
@@ -133,14 +114,15 @@ class BlockByBlock(Drafter):
         if self._draws_at_once:
             logits = self._head.widened(block.logits.flatten(0, 1))
             return self._draws.draw(at, (k * size, filters, draws), logits)
-        reported, width = [], aligned(size)
+        width = aligned(size)
         previous, prepared = self._before(block.slots, 0), self._prepared(block)
         for j in range(k):
             logits, confidence = self._at(block, prepared, j, previous)
             its = at[:, j * width : (j + 1) * width]
             previous = self._draws.draw(its, (size, filters, draws), logits)
-            reported.append(previous if confidence is None else confidence)
-        return torch.stack(reported)
+            if confidence is not None:
+                self._draws.keep_confidence(its, confidence)
+        return previous
 
     def pack(
         self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int, k: int

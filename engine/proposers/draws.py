@@ -24,26 +24,35 @@ from ..state.slots import DraftDistributions, Slots
 LogitsOf = Callable[[int, np.ndarray, np.ndarray], tuple[Tensor, Tensor | None]]
 
 
+def stops_early_on(device: torch.device) -> bool:
+    """Whether drafts are looked at one by one."""
+    return device.type == "cpu"
+
+
 class Draws:
     """Draws one line of drafts for each sequence, with the request's own sampling parameters.
 
     With `stops_early`, as on a CPU, a sequence gets no more drafts once those so far are too
     unlikely to be accepted, if the plan says so. This depends only on the drafts so far, so every
     rule stays exact. The host must read each draft, which costs nothing on a CPU, but a wait on a
-    GPU.
+    GPU. There `log_odds` are kept, by which drafts are chosen that are verified.
     """
 
     def __init__(self, slots: Slots, edits: LogitEdits, source: PagedLayers) -> None:
         """`source` computes the logits."""
         self._slots = slots
         self._edits = edits
-        self.stops_early = slots.device.type == "cpu"
+        self.stops_early = stops_early_on(slots.device)
         num_slots, device = slots.max_num_seqs + 1, slots.device
         shape = num_slots, slots.max_drawn, source.vocab_size
         self.distributions = DraftDistributions(
             torch.empty(*shape, dtype=source.dtype, device=device),
             torch.empty(num_slots, slots.max_drafts, STATE_WIDTH, device=device),
         )
+        # [num_slots, K'] how sure the distribution of each draft is, see log_odds.py
+        self.log_odds: Tensor | None = None
+        if not self.stops_early:
+            self.log_odds = torch.zeros(num_slots, slots.max_drawn, device=device)
         self._phase = Phase(self.draw, device)
 
     def pack(self, slots_np: np.ndarray, offset: int, size: int) -> np.ndarray:
@@ -74,7 +83,16 @@ class Draws:
             self._slots.vocab_size,
             filters=bool(filters),
             draws=bool(draws),
+            log_odds=self.log_odds,
         )
+
+    def keep_confidence(self, integers: Tensor, confidence: Tensor) -> None:
+        """A confidence head says how likely these drafts are to be accepted: the log odds of that
+        are kept in place of the distributions' own. Integers as in `draw`. Shape: [N].
+        """
+        if self.log_odds is not None:
+            slot, offset = integers[:, : len(confidence)]
+            self.log_odds[slot, offset] = torch.logit(confidence.float(), 1e-6)
 
     def kept(self, draws: int) -> DraftDistributions | None:
         """Where distributions go; verifying greedy drafts does not need them."""

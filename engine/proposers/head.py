@@ -44,21 +44,12 @@ class Drafter(ABC):
     def draft(self, integers: Tensor, shape: Shape) -> Tensor:
         """Draw up to k drafts for each sequence; shape is (sequences, k, filters, draws).
 
-        Shape: integers, see `pack`.
+        Returns any tensor. Shape: integers, see `pack`.
         """
 
     @abstractmethod
     def line(self, slots_np: np.ndarray, num_drafts_np: np.ndarray) -> LogitsOf:
         """A function that returns the logits of these sequences' drafts, one draft at a time."""
-
-    def likely(
-        self, drafted: Tensor, num_drafts_np: np.ndarray, least_np: np.ndarray
-    ) -> np.ndarray:
-        """How many of each sequence's drafts to keep; `least_np` as in the plan's `least_chance`.
-
-        Shape: drafted, what `draft` returned; num_drafts_np, least_np [N] -> [N].
-        """
-        return num_drafts_np
 
 
 class HeadSource(Source):
@@ -140,12 +131,11 @@ class HeadSource(Source):
         return counts
 
     def _together(self, scheduled: list[ScheduledRequest], num_drafts_np: np.ndarray) -> np.ndarray:
-        """Draw all drafts on the device; returns how many of them to keep. Shape: [N] -> [N]."""
+        """Draw all drafts on the device; returns their numbers. Shape: [N] -> [N]."""
         (size, *_), k = self._drafts.padded((len(scheduled),)), int(num_drafts_np[0])
         packed = self._drafter.pack(slots_of(scheduled), num_drafts_np, size, k)
-        drafted = self._drafts(packed, (size, k, *sampling_kind(scheduled)))
-        least_np = np.array([s.least_chance for s in scheduled])
-        return self._drafter.likely(drafted, num_drafts_np, least_np)
+        self._drafts(packed, (size, k, *sampling_kind(scheduled)))
+        return num_drafts_np
 
     def _in_turn(self, scheduled: list[ScheduledRequest], num_drafts_np: np.ndarray) -> np.ndarray:
         line = self._drafter.line(slots_of(scheduled), num_drafts_np)
@@ -157,7 +147,7 @@ class HeadSource(Source):
         for scheduled in plan.scheduled:
             memory = scheduled.memory
             if memory.num_draft_computed_tokens == memory.num_computed_tokens:  # without a gap
-                scheduled.draft_end = scheduled.relative_end + scheduled.num_drafts
+                scheduled.draft_end = scheduled.relative_end + scheduled.num_made
 
     def _read_pass(self, scored: Pass) -> None:
         assert scored.shape is not None

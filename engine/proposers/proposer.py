@@ -109,6 +109,11 @@ class Proposer:
         return self._draws.distributions if self._draws else None
 
     @property
+    def log_odds(self) -> Tensor | None:
+        """How sure the distributions of drafts are, if that is known: see Draws."""
+        return self._draws.log_odds if self._draws else None
+
+    @property
     def stops_early(self) -> bool:
         """Whether it heeds the plan's `least_chance`."""
         return self._draws is not None and self._draws.stops_early

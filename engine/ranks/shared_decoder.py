@@ -112,11 +112,12 @@ class FollowedPhase(Phase[Pass]):
         super().__init__(body, device, needs_all_graphs=True)
         self._group, self._send, self._cause_of = group, send, cause_of
 
-    def __call__(self, integers_np: np.ndarray, shape: Shape, *tensors: Tensor) -> Pass:
+    def __call__(self, integers: np.ndarray | Tensor, shape: Shape, *tensors: Tensor) -> Pass:
+        assert isinstance(integers, np.ndarray), "the others get what the host knows"
         if not self._group.is_apart:
-            self._send(Op.RUN, shape, integers_np)
+            self._send(Op.RUN, shape, integers)
         try:
-            return super().__call__(integers_np, shape, *tensors)
+            return super().__call__(integers, shape, *tensors)
         except RuntimeError as error:  # of gloo, for example
             raise self._cause_of(error) from error
 

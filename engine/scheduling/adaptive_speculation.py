@@ -9,6 +9,9 @@ For each k, the likeliest drafts of the whole batch get rows, as many as pay. Th
 tokens a second is used. Now and then another is tried, for which at most a small part of the time
 is spent: so a draft that is no good costs next to nothing.
 
+Where drafts are ranked, as on a GPU, all are made, and the device finds the likeliest, by how sure
+the draft was (`rank.py`). Else they are found beforehand, by what was accepted of each sequence.
+
 All of this follows from steps that have ended, so nothing depends on the drafts that it is for, and
 every rule of verification stays exact.
 
@@ -23,13 +26,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..acceptance import Acceptance, OwnAcceptance
+from outrider.kernels.verify.rank import SURE
+
+from ..acceptance import Acceptance, Calibration, OwnAcceptance
+from ..plan import RowBudget
 from .lookups import Worth
 from .price import Price
 from .trials import Choice, Trials
 
-UNLIKELY, SURE = 0.1, 0.98  # no draft pays below such a chance; none is taken to be likelier
+UNLIKELY = 0.1  # no draft pays below such a chance
 MIN_GAIN = 1.02  # another k must promise this much more, so that noise changes nothing
+LEAST_CUT = 1.03  # likewise, to leave out some of its drafts
 ALIKE = 1.25  # sequences whose chances differ by less have the same number of drafts
 PARTS = (0.25, 0.5, 0.75)  # of all drafts that could be made: these are compared with all
 # Choices are compared again after so many steps, for it takes a part of a small model's step. One
@@ -58,12 +65,24 @@ class AdaptiveSpeculation:
     """Chooses the drafts of a step, from the price of steps and how often drafts are accepted."""
 
     def __init__(
-        self, max_k: int, *, stops_early: bool = False, price: Price | None = None
+        self,
+        max_k: int,
+        *,
+        stops_early: bool = False,
+        ranks: bool = False,
+        price: Price | None = None,
     ) -> None:
-        """`stops_early`: the proposer stops a sequence's drafts at `least_chance`."""
-        self._max_k, self._stops_early = max_k, stops_early
+        """`stops_early`: the proposer stops a sequence's drafts at `least_chance`. `ranks`: which
+        drafts are verified can be chosen once they are made.
+        """
+        self._max_k, self._stops_early, self._ranks = max_k, stops_early, ranks
         self.price = Price() if price is None else price
-        self.acceptance = Acceptance(max_k)
+        self.acceptance, self.calibration = Acceptance(max_k), Calibration()
+        # [N, depth] of the last ranked step that was read: the chance of each draft, if those
+        # before it are accepted
+        self._seen_np: np.ndarray | None = None
+        # How many drafts of the chosen step are verified; None: those that are made.
+        self.budget: RowBudget | None = None
         self._trials = Trials()
         self.k = 0  # in the step that was chosen for: of a sequence that joins it
         self._usual_k = 0
@@ -92,6 +111,7 @@ class AdaptiveSpeculation:
         """
         is_timed = times_decoding(num_prompt_rows, num_seqs)
         self.is_trial = self.is_measuring = False
+        self.budget = None
         if num_seqs > 0 and not self.price.knows(num_seqs):
             self.k, self.is_measuring = 0, is_timed
             return [0] * len(owns)
@@ -121,7 +141,19 @@ class AdaptiveSpeculation:
                 *self._options(choice.k, batch, chances_np),
             ]
             choice = max(options, key=lambda each: each.num_tokens - best.rate * each.cost)
-        return self._shares(choice, chances_np)
+        if not self._ranks:
+            return self._shares(choice, chances_np)
+        if choice.num_drafts < choice.k * len(owns) or self._may_cut(choice.k, batch):
+            self.budget = RowBudget(choice.num_drafts, self.calibration.by_range_np)
+        else:
+            self._seen_np = None  # it will be of other sequences when it matters again
+        return [choice.k] * len(owns)
+
+    def _may_cut(self, k: int, batch: "_Batch") -> bool:
+        """Whether it may pay to leave out drafts: not where their rows are nearly free."""
+        depth, num_rows = max(k, *batch.named, 0), batch.num_rows + k * batch.num_open
+        of_all = self.price.of(batch.num_seqs, num_rows, depth)
+        return of_all > LEAST_CUT * self.price.of(batch.num_seqs, batch.num_rows, depth)
 
     def least_chance(self, num_seqs: int) -> float:
         """The lowest chance that all drafts so far are accepted at which one more pays; above 1:
@@ -155,18 +187,21 @@ class AdaptiveSpeculation:
         *,
         num_looked_up: int = 0,
         is_trial: bool = False,
+        depth: int | None = None,
+        left_out: Sequence[float] = (),
     ) -> None:
         """Learn from a step with `wanted[i]` drafts for sequence i, which accepted `accepted[i]`.
 
         k was chosen for `num_seqs` sequences; others in the step have just read their prompt.
         `elapsed_s` is None if the step did more than decode, which makes its time useless; of it,
         drafting took `drafting_s`. `num_looked_up` drafts were from texts, of
-        sequences besides those of `wanted`. `is_trial`: the step was not as usual.
+        sequences besides those of `wanted`. `is_trial`: the step was not as usual. `depth` is how
+        many drafts were made of one sequence, at most; `left_out` as in Acceptance.
         """
         num_seqs = max(1, num_seqs)
         num_rows = num_seqs + sum(wanted) + num_looked_up
-        self.acceptance.observe(wanted, accepted)
-        most = max(wanted, default=0)
+        self.acceptance.observe(wanted, accepted, left_out)
+        most = max(wanted, default=0) if depth is None else depth
         num_drafts = sum(wanted) / num_seqs if self._stops_early else most
         catches_up = most > 0 == self._num_drafts_before  # the draft reads what it has missed
         self._num_drafts_before = most
@@ -189,9 +224,26 @@ class AdaptiveSpeculation:
                 looks_up=num_looked_up > 0,
             )
 
+    def calibrate(
+        self, ranges_np: np.ndarray, owns: Sequence[OwnAcceptance], wanted: list[int],
+        accepted: list[int],
+    ) -> np.ndarray:  # fmt: skip
+        """Learn how likely the drafts of ranked sequences are, by the ranges of their log odds.
+
+        Returns what was known of that before. Shape: owns [N], ranges_np [N, depth] -> [N, depth].
+        """
+        chances_np = self.calibration.chances(ranges_np)
+        ratios_np = np.array([own.ratio for own in owns])
+        self._seen_np = chances_np * ratios_np[:, None]
+        self.calibration.observe(ranges_np, np.array(wanted), np.array(accepted))
+        return chances_np
+
     def _chances(self, owns: Sequence[OwnAcceptance]) -> np.ndarray:
         """That a draft and all before it are accepted. Shape: owns [S] -> [S, max_k]."""
         each_np = np.outer([own.ratio for own in owns], self.acceptance.by_position)
+        if (seen_np := self._seen_np) is not None:  # of about these sequences
+            depth = seen_np.shape[1]
+            each_np[:, :depth] = np.resize(seen_np, (len(owns), depth))
         chances_np: np.ndarray = np.minimum(each_np, SURE).cumprod(1)
         return chances_np
 
@@ -209,7 +261,7 @@ class AdaptiveSpeculation:
         for k in range(self._max_k + 1):
             whole, *parts = self._options(k, batch, chances_np)
             part = max(parts, key=attrgetter("rate"), default=whole)
-            choices[k] = part if part.rate > MIN_GAIN * whole.rate else whole
+            choices[k] = part if part.rate > LEAST_CUT * whole.rate else whole
         if self._stops_early:  # then the most drafts are taken to be as good as the best k
             best = max((choices.pop(k) for k in range(1, self._max_k + 1)), key=attrgetter("rate"))
             choices[self._max_k] = best._replace(k=self._max_k)

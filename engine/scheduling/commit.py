@@ -3,11 +3,13 @@
 from bisect import bisect_left
 from typing import Any
 
+import numpy as np
+
 from ..acceptance import DeadDrafts
 from ..api import STEP_TOKENS, RequestOutput
 from ..plan import Plan, ScheduledRequest
 from ..request import Request
-from .adaptive_speculation import times_decoding
+from .adaptive_speculation import AdaptiveSpeculation, times_decoding
 from .sequences import Sequences
 
 
@@ -34,7 +36,7 @@ class Committer:
             if scheduled.is_void:
                 continue
             if scheduled.draws:
-                request.num_drafts_in_flight = scheduled.num_drafts
+                request.num_drafts_in_flight = scheduled.num_made
                 request.drafts_in_flight = scheduled.known_drafts
             self._memory.launch(scheduled.memory, scheduled.relative_end, scheduled.draft_end)
 
@@ -75,15 +77,19 @@ class Committer:
         if plan.follows_another:
             self._sequences.chunks.observe(num_prompt_rows, elapsed_s)
         num_drafts = sum([s.num_drafts for s in plan.drawing])
-        drawn = [s for s in plan.drawing if not s.is_looked_up] if num_drafts else []
+        drawn = [s for s in plan.drawing if not s.is_looked_up] if num_drafts or plan.depth else []
         wanted, accepted = [s.num_drafts for s in drawn], [len(s.token_ids) - 1 for s in drawn]
+        adaptive, chances, left_out = self._sequences.adaptive, {}, []
+        if adaptive is not None and plan.ranges_np is not None:
+            chances = _calibrate(adaptive, plan)
+            left_out = [chances[s.slot][s.num_drafts] if s.is_ranked else 0.0 for s in drawn]
         if any(wanted):  # where nobody is drafted for, nothing is learned or forgotten of anybody
             if self._dead_drafts is not None:
                 self._stats.dead_drafts += self._dead_drafts.observe(sum(wanted), sum(accepted))
             by_position = self._sequences.acceptance.by_position
             for s, num_wanted, num_accepted in zip(drawn, wanted, accepted, strict=True):
-                s.request.acceptance.observe(num_wanted, num_accepted, by_position)
-        adaptive = self._sequences.adaptive
+                own = s.request.acceptance
+                own.observe(num_wanted, num_accepted, chances.get(s.slot, by_position))
         if adaptive is None or not plan.drawing:
             self._sequences.acceptance.observe(wanted, accepted)
             return
@@ -97,6 +103,8 @@ class Committer:
             drafting_s,
             num_looked_up=num_drafts - sum(wanted),
             is_trial=plan.is_trial,
+            depth=plan.depth,
+            left_out=left_out,
         )
 
     def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:
@@ -199,6 +207,20 @@ class Committer:
         if len(drawn) >= room:
             request.finish_reason = "length"
         return kept
+
+
+def _calibrate(adaptive: AdaptiveSpeculation, plan: Plan) -> dict[int, list[float]]:
+    """Learn from ranked sequences; returns, by slot, the chance of each of their drafts, and 0."""
+    assert plan.ranges_np is not None
+    ranked = plan.ranked
+    chances_np = adaptive.calibrate(
+        plan.ranges_np[:, : plan.depth],
+        [s.request.acceptance for s in ranked],
+        [s.num_drafts for s in ranked],
+        [len(s.token_ids) - 1 for s in ranked],
+    )
+    rows = np.pad(chances_np, ((0, 0), (0, 1))).tolist()
+    return dict(zip((s.slot for s in ranked), rows, strict=True))
 
 
 def _is_complete(request: Request) -> bool:

@@ -146,6 +146,29 @@ class Drafting:
         if request.params.num_speculative_tokens is None:
             scheduled.least_chance = self.least_chance
 
+    def rank(self, plan: Plan) -> None:
+        """Have the device choose which drafts of this step are verified, if that may pay.
+
+        Sequences that named a k, and looked-up drafts, keep all of theirs; so do those of which the
+        host must know where their rows are.
+        """
+        adaptive = self._sequences.adaptive
+        if adaptive is None or adaptive.budget is None:
+            return
+        ranked, num_kept = [], 0
+        for scheduled in plan.scheduled:
+            request = scheduled.request
+            if scheduled.wish is not None or request.params.num_speculative_tokens is not None:
+                continue
+            has_known_rows = request.is_edited or request.wants.logprobs
+            if scheduled.max_drafts == 0 or has_known_rows or scheduled.num_prompt_logits:
+                num_kept += scheduled.max_drafts
+            else:
+                ranked.append(scheduled)
+        if ranked:
+            num_drafts = max(0, adaptive.budget.num_drafts - num_kept)
+            plan.rank(ranked, adaptive.budget._replace(num_drafts=num_drafts))
+
     def forgo_lookups_that_do_not_pay(self, plan: Plan) -> None:
         """Take looked-up drafts back if all of the step's together are not worth their cost."""
         wished = [scheduled for scheduled in plan.scheduled if scheduled.wish is not None]

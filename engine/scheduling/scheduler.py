@@ -80,6 +80,7 @@ class Scheduler:
             budget -= self._admit(request, budget, plan)
             prefilling.append(request)
         drafting.forgo_lookups_that_do_not_pay(plan)
+        drafting.rank(plan)
         if plan and self._memory.states is not None:
             plan.state_copies = self._memory.states.take_copies()
         return plan

@@ -36,7 +36,7 @@ class Scorer:
 
         Also starts copying to the host the prompt logprobs that this step scores.
         """
-        scheduled = plan.scheduled
+        scheduled, chosen = plan.scheduled, plan.chosen
         num_logits_np = np.array(
             [s.num_prompt_logits + (s.num_drafts + 1 if s.draws else 0) for s in scheduled]
         )
@@ -45,9 +45,13 @@ class Scorer:
             np.array([s.start for s in scheduled]),
             np.array([s.num_new_tokens + s.num_drafts for s in scheduled]),
             num_logits_np,
+            None if chosen is None else chosen.counts,
+            0 if chosen is None else chosen.num_drafts,
         )
         scored = self._target.forward(batch)
         if plan.num_prompt_logits:
+            if chosen is not None:  # behind all rows that score prompts
+                num_logits_np[-1] += chosen.num_drafts
             logits = score_prompts(plan, scored.logits, num_logits_np, self._vocab_size)
             return scored._replace(logits=logits)
         return scored

@@ -81,13 +81,15 @@ class Verifier:
         """Verify all drawing sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
 
         Writes the drawn tokens into the slots, after each sequence's known tokens, and starts
-        copying to the host what `read` needs: [B, K + 2] tokens; all drafts [B, K], if any request
-        `returns_drafts`; Logprobs, if any request wants them.
+        copying to the host what `read` needs: [B, K + 2] tokens; what was chosen, if anything was;
+        all drafts [B, K], if any request `returns_drafts`; Logprobs, if any request wants them.
         """
         drawing = plan.drawing
         if not drawing:
             return None
         slots_np, num_drafts_np = slots_of(drawing), plan.num_drafts_np
+        chosen = () if plan.chosen is None else (plan.chosen.counts, plan.chosen.ranges)
+        more = plan.chosen.counts if plan.chosen else None
         drafts = []
         wants = plan.wants
         if wants.drafts:  # before verification overwrites the rejected ones
@@ -100,15 +102,15 @@ class Verifier:
         if edited_np.all():
             drawn = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)
         elif not edited_np.any():
-            drawn = self._verify_slots(slots_np, num_drafts_np, kind, logits)
+            drawn = self._verify_slots(slots_np, num_drafts_np, kind, logits, more)
         else:
             # The dummy slot takes the place of edited sequences, which are verified after this.
             others_np = np.where(edited_np, self._slots.dummy, slots_np)
-            drawn = self._verify_slots(others_np, num_drafts_np, kind, logits)
+            drawn = self._verify_slots(others_np, num_drafts_np, kind, logits, more)
             index = uploaded(edited_np.nonzero()[0], drawn.device)
             drawn[index] = self._verify_edited(slots_np, num_drafts_np, edited_np, kind, logits)
         logprobs = self._gather(plan, logits, drawn) if wants.logprobs else ()
-        return on_host(drawn, *drafts, *logprobs)  # the only copy that every step makes
+        return on_host(drawn, *chosen, *drafts, *logprobs)  # the only copy that every step makes
 
     def _verify_edited(
         self,
@@ -146,15 +148,19 @@ class Verifier:
         num_drafts_np: np.ndarray,
         kind: Shape,
         logits: Tensor,
+        more: Tensor | None = None,
         *,
         is_captured: bool = True,
     ) -> Tensor:
-        """Verify the requests in these slots, whose rows of logits follow in this order.
+        """Verify the requests in these slots, whose rows of logits follow in this order. The last N
+        have `more` drafts.
 
-        Shape: slots_np, num_drafts_np [B] int64; logits [sum(k_i + 1), V] -> [B, K + 2].
+        Shape: slots_np, num_drafts_np [B] int64; logits [sum(k_i + 1), V], more [N] -> [B, K + 2].
         """
         q, (_, draws) = self._distributions, kind
         if cpu.takes(logits, None if q is None else q.logits):
+            if more is not None:
+                num_drafts_np[-len(more) :] += more.numpy()
             return cpu.verify_arrays(
                 self._slots.state,
                 slots_np,
@@ -173,16 +179,20 @@ class Verifier:
         # rows than any graph.
         num_rows = len(logits) + size - count
         if is_captured and self._phase.holds((size, most, *kind), num_rows):
-            packed_np = self._pack(slots_np, num_drafts_np, size)
-            return self._phase(packed_np, (size, most, *kind), logits)[:count]
-        integers = uploaded(self._pack(slots_np, num_drafts_np, count), self._slots.device)
-        return self._run(integers, (count, most, *kind), logits)
+            packed = self._integers(slots_np, num_drafts_np, size, more)
+            return self._phase(packed, (size, most, *kind), logits)[:count]
+        packed = self._integers(slots_np, num_drafts_np, count, more)
+        if isinstance(packed, np.ndarray):
+            packed = uploaded(packed, self._slots.device)
+        return self._run(packed, (count, most, *kind), logits)
 
     def read(self, plan: Plan, drawn: list[np.ndarray] | None) -> None:
         """Enter what `verify` drew in the plan of a step that has ended."""
         if drawn is None:
             return
         drawn_np, *others_np = drawn
+        if plan.chosen is not None:
+            plan.read_chosen(others_np.pop(0), others_np.pop(0))
         drafts_np = others_np.pop(0) if plan.wants.drafts else None
         first = 0  # row of the next sequence that wants logprobs
         counts_np = (drawn_np[:, :-1] >= 0).sum(1)  # mostly few of the columns
@@ -239,6 +249,18 @@ class Verifier:
         packed[1, : len(slots_np)] = slots_np
         packed[2, : len(num_drafts_np)] = num_drafts_np
         packed[0, 1:] = np.cumsum(packed[2, :-1] + 1)
+        return packed
+
+    def _integers(
+        self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int, more: Tensor | None
+    ) -> np.ndarray | Tensor:
+        """As `_pack`, with `more` drafts of the last sequences: then on the device."""
+        packed_np = self._pack(slots_np, num_drafts_np, size)
+        if more is None:
+            return packed_np
+        packed, end = uploaded(packed_np, self._slots.device), len(slots_np)
+        packed[2, end - len(more) : end] += more
+        packed[0, 1:] = (packed[2, :-1] + 1).cumsum(0)
         return packed
 
     def _gather(self, plan: Plan, logits: Tensor, drawn: Tensor) -> Logprobs:

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from .host_copy import uploaded
 from .phase import Shape
 from .ragged import aligned
 
@@ -22,6 +25,9 @@ class HostBatch:
     # [4, B] int64: slot; first position; number of rows; how many of the last of them get logits
     sequences_np: np.ndarray
     shape: Shape  # (sequences, rows, logits)
+    # [N] How many more rows, with logits, the last sequences have. Only the device knows; the host
+    # knows their sum, which `shape` includes.
+    more: Tensor | None = None
 
     @staticmethod
     def build(
@@ -29,14 +35,18 @@ class HostBatch:
         starts_np: np.ndarray,
         query_lens_np: np.ndarray,
         num_logits_np: np.ndarray,
+        more: Tensor | None = None,
+        num_more: int = 0,
     ) -> "HostBatch":
         """Rows for positions `starts[i] : starts[i] + query_lens[i]` of each sequence.
 
-        Arrays: [B]. The last `num_logits[i]` rows of sequence i get logits.
+        Arrays: [B]. The last `num_logits[i]` rows of sequence i get logits. `num_more` is the sum
+        of `more`.
         """
         sequences_np = np.array((slots_np, starts_np, query_lens_np, num_logits_np), dtype=np.int64)
         _, _, num_rows, num_logits = sequences_np.sum(1).tolist()
-        return HostBatch(sequences_np, (len(slots_np), num_rows, num_logits))
+        shape = len(slots_np), num_rows + num_more, num_logits + num_more
+        return HostBatch(sequences_np, shape, more)
 
     @staticmethod
     def dummies(slot: int, lens: list[int], num_logits: int) -> "HostBatch":
@@ -59,6 +69,15 @@ class HostBatch:
         packed_np[0] = dummy_slot
         packed_np[:, : self.sequences_np.shape[1]] = self.sequences_np
         return packed_np.ravel()
+
+    def integers(self, num_seqs: int, dummy_slot: int, device: torch.device) -> np.ndarray | Tensor:
+        """As `packed`, with `more`: then on the device."""
+        packed_np = self.packed(num_seqs, dummy_slot)
+        if self.more is None:
+            return packed_np
+        packed, end = uploaded(packed_np, device), self.sequences_np.shape[1]
+        packed.view(4, -1)[2:, end - len(self.more) : end] += self.more
+        return packed
 
 
 def packed_len(num_seqs: int) -> int:

@@ -56,16 +56,20 @@ class Phase(Generic[Output]):
         self._prepared: set[Shape] = set()  # captured before, perhaps over other tensors
         self._ascending: list[Shape] = []  # the captured ones
 
-    def __call__(self, integers_np: np.ndarray, shape: Shape, *tensors: Tensor) -> Output:
-        """Run on these integers; the output is valid until the next call.
+    def __call__(self, integers: np.ndarray | Tensor, shape: Shape, *tensors: Tensor) -> Output:
+        """Run on these integers, of the host or on the device; the output is valid until the next
+        call.
 
         For a captured shape, `tensors` may have fewer rows than those it was captured with.
         """
         captured = self.captured.get(shape)
         if captured is None:
-            return self._body(uploaded(integers_np, self._device), shape, *tensors)
-        if len(integers_np):
-            integers = staged(torch.from_numpy(integers_np), self._device)
+            if isinstance(integers, np.ndarray):
+                integers = uploaded(integers, self._device)
+            return self._body(integers, shape, *tensors)
+        if len(integers):
+            if isinstance(integers, np.ndarray):
+                integers = staged(torch.from_numpy(integers), self._device)
             captured.integers.copy_(integers, non_blocking=True)
         for given, fixed in zip(tensors, captured.tensors, strict=True):
             if given.data_ptr() != fixed.data_ptr():

@@ -143,7 +143,8 @@ class SpeculationSettings(SettingsSection):
     adaptive: bool = Field(
         default=True,
         description="Draft fewer, down to none, when that is faster by the measured cost of a "
-        "step. On a CPU each request drafts for as long as its drafts are likely enough to pay.",
+        "step. On a CPU each request drafts for as long as its drafts are likely enough to pay; on "
+        "a GPU only the likeliest drafts of all requests are verified, where that pays.",
     )
     verification: Literal["token", "block", "match"] = Field(
         default="block",

@@ -24,7 +24,7 @@ from outrider.engine.models.heads.chain import Selector
 from outrider.engine.models.heads.config import head_kind
 from outrider.engine.models.heads.eagle3 import Eagle3Head
 from outrider.engine.models.weights import Dense, Linear
-from outrider.engine.proposers import block
+from outrider.engine.proposers import draws
 from outrider.engine.proposers.block import BlockByBlock
 from outrider.engine.proposers.head import HeadSource
 
@@ -451,7 +451,7 @@ def test_drafts_that_the_confidence_head_doubts_are_not_made(
     assert isinstance(source._drafter, BlockByBlock)
     assert isinstance(truth.head, PlainBlockHead)
     plain, propose, cut = truth.head, proposer.propose, []
-    source.draws.stops_early = True  # a GPU would look at large batches only
+    source.draws.stops_early = True  # a GPU would not look at them
     engine.scheduler.drafting.least_chance = 0.3
 
     def checking(plan: Any) -> list[int]:
@@ -475,22 +475,37 @@ def test_drafts_that_the_confidence_head_doubts_are_not_made(
     assert False in cut
 
 
-def test_confidence_cuts_what_was_drawn_at_once(
+def test_drafts_are_ranked_by_what_the_confidence_head_says(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: all drafts of the batch are there before the host looks at the confidence."""
+    """As on a GPU: its log odds are kept, in place of those of the distributions."""
+    monkeypatch.setattr(draws, "stops_early_on", lambda device: False)
     path = save_tiny_block_head(tmp_path, target, markov="vanilla", confidence="token")
-    expected = [generate(target, prompt, GREEDY.max_tokens) for prompt in (HIT, HIT[:5])]
-    monkeypatch.setattr(block, "MIN_ROWS_TO_CUT", 2)
-    counts = []
-    for least_chance in (0.0, 0.3):
-        engine = Engine(engine_config(target, path, k=K))
-        source_of(engine).draws.stops_early = False
-        engine.scheduler.drafting.least_chance = least_chance
-        assert [tokens(o) for o in run(engine, [HIT, HIT[:5]], GREEDY)] == expected
-        counts.append(engine.stats().drafted_per_position)
-    assert counts[1][0] > 0
-    assert sum(counts[1]) / counts[1][0] < sum(counts[0]) / counts[0][0]
+    engine, truth = Engine(engine_config(target, path, k=K)), Truth(target, path)
+    proposer, slots = engine.worker.proposer, engine.worker.slots
+    propose, num_seen = proposer.propose, 0
+    plain = truth.head
+    assert isinstance(plain, PlainBlockHead)
+
+    def checking(plan: Any) -> list[int]:
+        nonlocal num_seen
+        n = [int(slots.num_tokens[s.slot]) for s in plan.scheduled]
+        counts = propose(plan)
+        for scheduled, k, known in zip(plan.scheduled, counts, n, strict=True):
+            ids = slots.token_ids[scheduled.slot].tolist()
+            tokens, drafts = ids[:known], ids[known : known + k]
+            if k > 0:
+                (states,) = truth.states([tokens])
+                expected = torch.logit(plain.confidence(states, tokens, drafts)[:k].float())
+                assert proposer.log_odds is not None
+                got = proposer.log_odds[scheduled.slot, :k].cpu()
+                torch.testing.assert_close(got, expected.cpu(), rtol=1e-3, atol=1e-3)
+                num_seen += k
+        return counts
+
+    monkeypatch.setattr(proposer, "propose", checking)
+    run(engine, prompts([21, 3, 9], VOCAB), SAMPLED)
+    assert num_seen > 20
 
 
 def test_rows_of_the_vocabulary_without_a_token_are_no_candidates() -> None:

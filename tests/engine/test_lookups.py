@@ -173,7 +173,7 @@ def test_without_a_hit_steps_are_those_of_plain_decoding(
 
         def launched(plan: Plan) -> LaunchedStep:
             step = launch(plan)
-            rows.append([s.num_rows for s in plan.scheduled])
+            rows.append([s.num_new_tokens + s.num_drafts for s in plan.scheduled])
             return step
 
         monkeypatch.setattr(engine.worker, "launch", launched)

@@ -100,7 +100,7 @@ def test_rows_are_priced_before_the_first_lookup(
     seen: list[tuple[int, ...]] = []
 
     def timed(plan: Plan) -> object:
-        num_rows = sum(s.num_rows for s in plan.scheduled)
+        num_rows = sum(s.num_new_tokens + s.num_drafts for s in plan.scheduled)
         clock.now_s += 0.1 + 0.01 * max(0, num_rows - 4)
         seen.extend(tuple(s.request.token_ids[:1]) for s in plan.scheduled)
         return score(plan)

@@ -14,7 +14,7 @@ from outrider.engine.processes.messages import Abort
 
 
 def plan(num_seqs: int, num_drafts: int = 0, num_new_tokens: int = 1) -> Any:
-    share = SimpleNamespace(num_rows=num_new_tokens + num_drafts, num_drafts=num_drafts)
+    share = SimpleNamespace(num_new_tokens=num_new_tokens, num_made=num_drafts)
     return SimpleNamespace(scheduled=[share] * num_seqs)
 
 

@@ -17,13 +17,16 @@ from engines import GREEDY, engine_config, is_greedy, prompts, run, tokens
 from fast_interpreter import speed_up
 from heads import save_tiny_head
 from kernel_variants import Variants
+from ranked import Budgeted
 from tiny_models import VOCAB, save_tiny_model
 
+from outrider.engine import engine as loop
 from outrider.engine import worker
 from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.engine import Engine
 from outrider.engine.models import batch_invariance, loading, proof
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.proposers import draws
 from outrider.kernels.compiling import EmptyIsZero
 
 VARIANTS = Variants()
@@ -47,7 +50,7 @@ def main(folder: Path) -> None:
     routed = save_tiny_model(folder / "routed", "mixtral", num_local_experts=8)
     for path, config in (
         (target, engine_config(target, draft, k=2, max_num_seqs=3)),
-        (target, engine_config(target, head, k=2, max_num_seqs=3)),
+        (target, engine_config(target, head, k=2, max_num_seqs=3, adaptive=True)),
         (routed, engine_config(routed, k=2, max_num_seqs=3, proposer="suffix")),
     ):
         check(Engine(config), path)
@@ -65,6 +68,8 @@ def check(engine: Engine, target: Path) -> None:
     answers = run(engine, asked, replace(GREEDY, max_tokens=6))
     for prompt, answer in zip(asked, answers, strict=True):
         assert is_greedy(target, prompt, tokens(answer)), f"another answer to {prompt}"
+    if engine.sequences.adaptive is not None:
+        assert engine.stats().drafted_per_position[0] > 0, "no draft was chosen"
     run(engine, prompts([5, 9, 1, 8, 6, 7], VOCAB), ASKED)
     assert not VARIANTS.late, "\n".join(["compiled late:", *sorted(VARIANTS.late)])
 
@@ -84,5 +89,7 @@ if __name__ == "__main__":
         patch.object(proof, "compile_together", launch_nothing),
         patch.object(batch_invariance, "compile_together", launch_nothing),
         patch.object(loading._Loader, "_packed", lambda _, decoder: decoder),
+        patch.object(draws, "stops_early_on", lambda device: False),
+        patch.object(loop, "AdaptiveSpeculation", Budgeted),
     ):
         main(Path(sys.argv[1]))

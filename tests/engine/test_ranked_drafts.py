@@ -1,0 +1,174 @@
+"""On a GPU the device chooses which drafts of a batch are verified. Here a CPU does the same."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from block_heads import save_tiny_block_head
+from distributions import bound, chi_squared, total_variation
+from engines import GREEDY, engine_config, is_greedy, lagging, prompts, run, tokens
+from heads import save_tiny_head
+from ranked import Budgeted
+from target_distribution import joint
+from tiny_models import VOCAB, Tiny
+
+from outrider.engine import engine as loop
+from outrider.engine.api import RequestOutput, SamplingParams, TokenLogprobs
+from outrider.engine.engine import Engine
+from outrider.engine.pace import _kind
+from outrider.engine.plan import Plan
+from outrider.engine.proposers import draws
+from outrider.engine.worker import LaunchedStep
+
+K = 3
+LENGTH, PROMPT = 4, [2, 0, 3]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines rank drafts, as on a GPU."""
+    monkeypatch.setattr(draws, "stops_early_on", lambda device: False)
+    monkeypatch.setattr(loop, "AdaptiveSpeculation", Budgeted)
+
+
+def draft_of(kind: str, target: Path, path: Path, tiny_model: Tiny, **sizes: Any) -> Path:
+    if kind == "head":
+        return save_tiny_head(path, target)
+    if kind == "dspark":
+        return save_tiny_block_head(path, target, markov="vanilla", confidence="token")
+    if kind == "dflash":
+        return save_tiny_block_head(path, target)
+    if kind == "itself":
+        return target
+    return tiny_model("llama", seed=1, **sizes)
+
+
+def steps_of(engine: Engine) -> list[Plan]:
+    """Each step's plan, once it is read."""
+    plans: list[Plan] = []
+    read = engine.worker.read
+
+    def noted(step: LaunchedStep) -> None:
+        in_flight = _kind(step.plan)
+        read(step)
+        assert _kind(step.plan) == in_flight, "nobody would know how long such steps take"
+        plans.append(step.plan)
+
+    engine.worker.read = noted  # type: ignore[method-assign]
+    return plans
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("kind", ["draft_model", "itself", "head", "dflash", "dspark"])
+def test_answers_are_the_targets_and_as_many_drafts_are_verified_as_were_asked_for(
+    kind: str, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": 4, "scale": 0.2}  # so few tokens that many drafts are accepted
+    target = tiny_model("llama", seed=0, num_hidden_layers=6, **sizes)
+    draft = draft_of(kind, target, tmp_path, tiny_model, **sizes)
+    engine = lagging(engine_config(target, draft, k=K, adaptive=True, max_num_seqs=8))
+    plans, given = steps_of(engine), prompts([5, 9, 3, 17, 4], 4)
+    score, num_logits = engine.worker.scorer.score, []
+
+    def counted(plan: Plan) -> Any:
+        num_logits.append(len((scored := score(plan)).logits))
+        return scored
+
+    engine.worker.scorer.score = counted  # type: ignore[method-assign]
+    outputs = run(engine, given, GREEDY)
+    for prompt, each in zip(given, outputs, strict=True):
+        assert is_greedy(target, prompt, tokens(each))
+    for plan, rows in zip(plans, num_logits, strict=False):  # the last may be void
+        assert rows == sum(s.num_drafts + 1 for s in plan.drawing)
+        if plan.chosen is not None:
+            assert plan.budget is not None
+            verified = sum(s.num_drafts for s in plan.ranked)
+            assert verified == plan.chosen.num_drafts <= plan.budget.num_drafts
+            assert all(s.num_drafts <= s.num_made == s.max_drafts for s in plan.ranked)
+    counts = [s.num_drafts for plan in plans for s in plan.ranked]
+    assert set(counts) == set(range(K + 1))
+    stats = engine.stats()
+    assert sum(stats.accepted_per_position) > 10
+    num_drafts = sum(each[-1].num_draft_tokens for each in outputs)
+    assert num_drafts == sum(stats.drafted_per_position) <= sum(counts)  # some were void
+
+
+MIXED: list[SamplingParams] = [
+    GREEDY,
+    replace(GREEDY, logprobs=2),
+    replace(GREEDY, repetition_penalty=1.3),
+    replace(GREEDY, num_speculative_tokens=2),
+    SamplingParams(max_tokens=20, verification="match", seed=4),
+    replace(GREEDY, prompt_logprobs=1),
+    SamplingParams(max_tokens=20, temperature=0.7, top_k=5, verification="match", seed=5),
+    replace(GREEDY, num_speculative_tokens=0),
+    replace(GREEDY, allowed_token_ids=(3, 4, 5, 6), logprobs=1),
+]
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "head"])
+def test_beside_others_of_every_kind_nobodys_answer_changes(
+    kind: str, tiny_model: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Edits, logprobs and prompt logprobs find their rows; a k of one's own is kept."""
+    target = tiny_model("llama", seed=0, num_hidden_layers=6)
+    draft = draft_of(kind, target, tmp_path, tiny_model)
+    config = engine_config(target, draft, k=K, adaptive=True, max_num_seqs=16)
+    given = prompts([5, 9, 3, 17, 4, 40, 6, 5, 8], VOCAB)
+    expected = run(Engine(config), given, MIXED)
+    monkeypatch.setattr(draws, "stops_early_on", lambda device: False)
+    monkeypatch.setattr(loop, "AdaptiveSpeculation", Budgeted)
+    engine = lagging(config)
+    plans = steps_of(engine)
+    for want, got in zip(expected, run(engine, given, MIXED), strict=True):
+        assert tokens(got) == tokens(want)
+        for a, b in zip(entries(got), entries(want), strict=True):
+            assert [i for i, _ in a.top] == [i for i, _ in b.top]
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+    ranked = [s for plan in plans for s in plan.ranked]
+    assert {s.request.request_id for s in ranked} == {"0", "4", "5", "6"}
+    assert {s.num_drafts for s in ranked} == set(range(K + 1))
+    named = [s.num_drafts for plan in plans for s in plan.scheduled if s.request.request_id == "3"]
+    assert max(named) == 2
+
+
+def entries(outputs: list[RequestOutput]) -> list[TokenLogprobs]:
+    """All logprobs of an answer, and of its prompt."""
+    return [e for o in outputs for e in (*(o.prompt_logprobs or ()), *(o.logprobs or ()))]
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize(
+    ("rule", "kind", "num_samples"),
+    [
+        ("token", "draft_model", 2400),
+        ("block", "draft_model", 2400),
+        ("block", "dspark", 1200),
+        pytest.param("token", "head", 12_000, marks=pytest.mark.sweep),
+        pytest.param("block", "dspark", 12_000, marks=pytest.mark.sweep),
+    ],
+)
+def test_the_joint_over_many_steps_is_the_targets(
+    rule: str, kind: str, num_samples: int, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": 4, "scale": 0.15}
+    target = tiny_model("llama", seed=3, num_hidden_layers=2, **sizes)
+    draft = tiny_model("llama", seed=4, num_hidden_layers=1, **sizes)
+    if kind == "head":
+        draft = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), scale=0.2)
+    if kind == "dspark":
+        options = {"boundaries": (0, 1, 2), "scale": 0.15, "markov": "vanilla"}
+        draft = save_tiny_block_head(tmp_path, target, confidence="token", **options)
+    config = engine_config(target, draft, k=K, adaptive=True, max_num_seqs=40, num_pages=1024)
+    engine = lagging(config)
+    params = SamplingParams(max_tokens=LENGTH, verification=rule)  # type: ignore[arg-type]
+    truth, counts = joint(target, PROMPT, params), Counter[tuple[int, ...]]()
+    plans = steps_of(engine)
+    for first in range(0, num_samples, 40):
+        each = [replace(params, seed=seed) for seed in range(first, first + 40)]
+        counts.update(tuple(tokens(o)) for o in run(engine, [PROMPT] * 40, each))
+    assert total_variation(truth, counts) < bound(len(truth), counts.total())
+    assert chi_squared(truth, counts) < 1
+    assert {s.num_drafts for plan in plans for s in plan.ranked} == set(range(K))
