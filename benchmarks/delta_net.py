@@ -17,12 +17,13 @@ from functools import partial
 import torch
 
 from kernels import DEVICE, time_us
-from outrider.kernels.model import state_layer as module
+from outrider.kernels.model import state_cells, state_layer, state_warpgroups
 from outrider.kernels.model.delta_net import delta_net, delta_net_reference
 from outrider.kernels.model.mamba2 import mamba2, mamba2_reference
 from outrider.kernels.model.rows import BatchRows
 from outrider.kernels.model.state_cells import CELL
 from outrider.kernels.model.state_layer import StateHeads, StateMemory, StateWeights, rows_kept
+from outrider.kernels.model.state_warpgroups import is_for
 
 TAPS = 4
 MOST_DRAFTS = 7
@@ -88,6 +89,23 @@ def compare(heads: StateHeads, both: tuple[Callable[..., torch.Tensor], ...]) ->
     print(f"relative difference of 300 rows: {error:.1e} (rounding to bfloat16: about 2e-03)")
 
 
+def chosen(heads: StateHeads) -> str:
+    """How rows of such layers pass through cells on this GPU."""
+    if is_for(torch.bfloat16, heads.key_dim, heads.value_dim, torch.device(DEVICE)):
+        return f"wg{state_warpgroups._STAGES}"
+    return f"{state_cells._COLUMNS}x{state_cells._STAGES}"
+
+
+def use(cells: str) -> None:
+    """From now on, rows pass through cells so."""
+    by_warpgroups = cells.startswith("wg")
+    state_layer.is_for = is_for if by_warpgroups else lambda *_: False
+    if by_warpgroups:
+        state_warpgroups._STAGES = int(cells[2:])
+    else:
+        state_cells._COLUMNS, state_cells._STAGES = map(int, cells.split("x"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--key-heads", type=int, default=16)
@@ -98,8 +116,8 @@ def main() -> None:
     parser.add_argument(
         "--cells",
         nargs="+",
-        default=[f"{module._CELL_COLUMNS}x{module._STAGES}"],
-        help="columns of a state in a program x stages, tried",
+        help="tried: columns of a state in a program x stages, such as 16x2; or, with warpgroups, "
+        "wg and the stages, such as wg3",
     )
     parser.add_argument("--tb-per-s", type=float, default=4.3)
     args = parser.parse_args()
@@ -111,6 +129,7 @@ def main() -> None:
         args.value_dim or args.dim,
         num_scalars=1 if args.mamba2 else 2,
     )
+    args.cells = args.cells or [chosen(heads)]
     compare(heads, both)
     columns = "".join(f"{f'cells {each}':>14}{'edge':>8}" for each in args.cells)
     print(f"{'sequences':>9}{'rows':>6}{'floor':>8}{columns}")
@@ -121,7 +140,7 @@ def main() -> None:
         line = f"{num_seqs:9d}{num_rows:6d}{num_bytes / args.tb_per_s / 1e6:8.1f}"
         timed = partial(time_pass, heads, num_seqs, num_rows, num_drafts)
         for each in args.cells:
-            module._CELL_COLUMNS, module._STAGES = map(int, each.split("x"))
+            use(each)
             line += f"{timed(0 if is_prompt else INSIDE, both[0]):14.1f}"
             line += f"{'':8}" if is_prompt else f"{timed(AT_EDGE, both[0]):8.1f}"
         print(line, flush=True)

@@ -43,5 +43,5 @@ def _pass_row(state: Tensor, window: Tensor, heads: StateHeads, weights: StateWe
     return out
 
 
-delta_net = partial(pass_rows, pass_row=_pass_row, corrects=True)
+delta_net = partial(pass_rows, pass_row=_pass_row)
 delta_net_reference = partial(pass_rows_reference, pass_row=_pass_row)

@@ -43,5 +43,5 @@ def _pass_row(state: Tensor, window: Tensor, heads: StateHeads, weights: StateWe
     return out if weights.skip is None else out + weights.skip[:, None] * v
 
 
-mamba2 = partial(pass_rows, pass_row=_pass_row, corrects=False)
+mamba2 = partial(pass_rows, pass_row=_pass_row)
 mamba2_reference = partial(pass_rows_reference, pass_row=_pass_row)

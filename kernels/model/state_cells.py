@@ -7,26 +7,42 @@ and G the sum of log(decay) in it up to a row:
     out_i = e^(G_i) S^T q_i + sum over j <= i of e^(G_i - G_j) (q_i . k_j) U_j
     S behind it = e^(G_last) S + sum over j of e^(G_last - G_j) k_j U_j^T
 
-The first line, of a delta net, solves a system: U = T b (v - ...). T does not depend on S, so all
-cells get theirs at once. In Mamba2 U_i = b_i v_i, and b is dt. A row takes nothing from rows behind
-it but products with 0, and every product has one shape, however many rows of a cell are there. So
-its bits depend on its sequence alone. But a draft that is not a number spoils what its pass gives
-for the rows beside it, though no state: as with the KV beside it, the sequence then starts over
-without drafts.
+The first line, of a delta net, solves a system: U = T b X with x_i = v_i - e^(G_i) S^T k_i. T does
+not depend on S, so `cells_kernel` computes it for all cells at once, and what follows from it:
+
+    out = e^G S^T q + R X,    R = P T b,  P_ij = e^(G_i - G_j) (q_i . k_j) for j <= i
+    S behind it = e^(G_last) S + K^T U',    U' = T' X,  T'_ij = e^(G_last - G_i) (T b)_ij
+
+Then cells pass one by one, and each has S^T k and S^T q to compute, then R X and T' X, neither of
+which waits for the other. In Mamba2 X is v, U_i = b_i v_i, and b is dt: R = P b, and U' takes a
+factor of each row in place of T'. A row takes nothing from rows behind it but products with 0, and
+every product has one shape, however many rows of a cell are there. So its bits depend on its
+sequence alone. But a draft that is not a number spoils what its pass gives for the rows beside it,
+though no state: as with the KV beside it, the sequence then starts over without drafts.
 
 q and k enter products as they were convolved, which is exact; their norms, which Mamba2 does not
 have, are factors. What is float32 enters as the sum of two bfloat16.
+
+`state_warpgroups.py` passes cells on Hopper GPUs, with sums in the order of those here.
 """
 
-from ..dependent_launch import start_next_kernel, wait_for_inputs
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._dispatch import INTERPRET
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
-from .state_rows import rows_of, sequence_of
+from .state_rows import remember, rows_of, sequence_of
 
 CELL = 16  # rows; those of an MMA
+_COLUMNS = 16  # of S in a program that goes cell by cell, a warp for every 16
+_STAGES = 2  # cells whose rows are on their way
 
 
 @triton.jit
-def _halves(x):
+def halves(x):
     """Two bfloat16 whose sum is x but for 2^-17 of it. The first is cut off, not rounded: a GPU
     does this four times as fast as it converts numbers one by one.
     """
@@ -41,7 +57,7 @@ def _times(x, y, total, DTYPE: tl.constexpr, SPLIT: tl.constexpr):
     """total + x y, of float32 x; y is exact in DTYPE."""
     y = y.to(DTYPE)
     if SPLIT:
-        high, low = _halves(x)
+        high, low = halves(x)
         total = tl.dot(high.to(DTYPE), y, total, input_precision="ieee")
         total = tl.dot(low.to(DTYPE), y, total, input_precision="ieee")
     else:
@@ -50,29 +66,63 @@ def _times(x, y, total, DTYPE: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _times_both(x, y, total, DTYPE: tl.constexpr, SPLIT: tl.constexpr):
-    """total + x y, both of them float32."""
+def _times_both(x, y, y_low, total, DTYPE: tl.constexpr, SPLIT: tl.constexpr):
+    """total + x (y + y_low), of float32 x; y and y_low, if there is one, are exact in DTYPE."""
+    total = _times(x, y, total, DTYPE, SPLIT)
     if SPLIT:
-        y_high, y_low = _halves(y)
-        total = _times(x, y_high, total, DTYPE, SPLIT)
-        high, _ = _halves(x)
+        high, _ = halves(x)
         total = tl.dot(high.to(DTYPE), y_low.to(DTYPE), total, input_precision="ieee")
-    else:
-        total = tl.dot(x, y, total, input_precision="ieee")
     return total
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit
+def _store(cell_ptr, WHICH: tl.constexpr, x, CELL: tl.constexpr, SPLIT: tl.constexpr):
+    """Store a matrix of a cell, if SPLIT as halves, one behind the other."""
+    i = tl.arange(0, CELL)
+    at = cell_ptr + WHICH * CELL * CELL
+    if SPLIT:
+        at = at.to(tl.pointer_type(tl.bfloat16)) + i[:, None] * CELL + i[None, :]
+        high, low = halves(x)
+        tl.store(at, high)
+        tl.store(at + CELL * CELL, low)
+    else:
+        tl.store(at + i[:, None] * CELL + i[None, :], x)
+
+
+@triton.jit
+def _load_transposed(cell_ptr, WHICH: tl.constexpr, CELL: tl.constexpr, SPLIT: tl.constexpr):
+    """What `_store` stored; without halves, twice the whole."""
+    i = tl.arange(0, CELL)
+    at = cell_ptr + WHICH * CELL * CELL
+    if SPLIT:
+        at = at.to(tl.pointer_type(tl.bfloat16)) + i[None, :] * CELL + i[:, None]
+        high, low = tl.load(at), tl.load(at + CELL * CELL)
+    else:
+        high = tl.load(at + i[None, :] * CELL + i[:, None])
+        low = high
+    return high, low
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_cells"])
 def cells_kernel(
-    cells_ptr,  # [num_cells, VALUE_HEADS, 2 * CELL + 4, CELL]
+    cells_ptr,  # [num_cells, VALUE_HEADS, 2 * CELL + 8, CELL]
     convolved_ptr,  # [T + num_seqs * RING, channels]
     factors_ptr,  # [T + num_seqs * RING, 2 * (KEY_HEADS + VALUE_HEADS)]
+    x_ptr,  # [T, channels]
+    x_stride,
+    scalars_ptr,  # [T, WIDTH - channels]
+    scalars_stride,
+    ring_ptr,  # [num_slots, RING, WIDTH]
+    ring_stride,
+    starts_ptr,  # [num_seqs]
     slots_ptr,  # [num_seqs]
     seq_lens_ptr,  # [num_seqs]
     bounds_ptr,  # [num_seqs + 1]
     num_rows_ptr,  # [num_slots]
     num_rows_stride,
+    num_tokens_ptr,  # [num_slots]
     num_seqs,
+    num_cells,
     RING: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
@@ -83,28 +133,41 @@ def cells_kernel(
     BLOCK_K: tl.constexpr,
     EXTRA: tl.constexpr,
     DTYPE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Each program: what a head's rows of a cell take from each other.
 
-    Writes T b; the factors of U in `out`; then, of each row, the factors of S^T k, of S^T q, and
-    of U in S; and e^(G_last). In Mamba2, in place of the factors of S^T k, b; and no T b.
+    Writes T' and R; then, of each row, the factors of S^T k and of S^T q; and e^(G_last). In Mamba2
+    it writes no T', and U' = factor v in place of the factors of S^T k.
+
+    Behind the programs of all cells there is one for each sequence and head that keeps last rows:
+    the kernel before has read the ring, and this saves a launch.
     """
     start_next_kernel(DEPENDENT)
     NUM_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * NUM_KEYS + VALUE_HEADS * VALUE_DIM
     FACTORS: tl.constexpr = 2 * (KEY_HEADS + VALUE_HEADS)
     head, index = tl.program_id(0), tl.program_id(1)
+    if index >= num_cells:
+        wait_for_inputs(DEPENDENT)
+        seq = index - num_cells
+        remember(
+            seq, head, tl.load(starts_ptr + seq), x_ptr, x_stride, scalars_ptr, scalars_stride,
+            ring_ptr, ring_stride, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr,
+            num_rows_stride, num_tokens_ptr, RING, CHANNELS, WIDTH, VALUE_HEADS, CELL,
+        )  # fmt: skip
+        return
     seq, part = sequence_of(index, bounds_ptr, num_seqs, CELL, EXTRA)
-    begin, _, _, start, seq_len = rows_of(
-        seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride
-    )
+    begin, _, _, seq_len = rows_of(seq, slots_ptr, seq_lens_ptr, bounds_ptr)
     wait_for_inputs(DEPENDENT)
-    low = (start // CELL + part) * CELL
-    if (start < seq_len) & (low < seq_len):
+    start = tl.load(starts_ptr + seq)
+    low = start + part * CELL
+    if low < seq_len:
         key_head = head // (VALUE_HEADS // KEY_HEADS)
         i, d = tl.arange(0, CELL), tl.arange(0, BLOCK_K)
-        is_there = (low + i >= start) & (low + i < seq_len)
+        is_there = low + i < seq_len
         row = begin + seq * RING + (low + i - start)
         at = convolved_ptr + row[:, None] * CHANNELS + key_head * KEY_DIM + d[None, :]
         mask = is_there[:, None] & (d < KEY_DIM)[None, :]
@@ -121,10 +184,9 @@ def cells_kernel(
         is_behind = i[:, None] >= i[None, :]
         decay = tl.exp(tl.where(is_behind, g[:, None] - g[None, :], 0.0)) * norm_k[None, :]
         qk = tl.dot(q, tl.trans(k), input_precision="ieee") * decay
-        cell_ptr = cells_ptr + (index.to(tl.int64) * VALUE_HEADS + head) * (2 * CELL + 4) * CELL
-        at = cell_ptr + i[:, None] * CELL + i[None, :]
-        tl.store(at + CELL * CELL, tl.where(is_behind, norm_q[:, None] * qk, 0.0))
-        of_k = b
+        cell_ptr = cells_ptr + (index.to(tl.int64) * VALUE_HEADS + head) * (2 * CELL + 8) * CELL
+        of_u = tl.exp(g_last - g) * norm_k
+        p = tl.where(is_behind, norm_q[:, None] * qk, 0.0)
         if CORRECTS:
             kk = tl.dot(k, tl.trans(k), input_precision="ieee") * decay
             a = tl.where(i[:, None] > i[None, :], (b * norm_k)[:, None] * kk, 0.0)
@@ -135,28 +197,35 @@ def cells_kernel(
                 a_r = tl.sum(tl.where(i[None, :] == r, a_by_column, 0.0), 1)
                 t_r = tl.sum(a_r[:, None] * t, 0)
                 t = tl.where(i[:, None] == r, t - t_r[None, :], t)
-            tl.store(at, t * b[None, :])
-            of_k = tl.exp(g) * norm_k
+            t *= b[None, :]
+            y, y_low = t, t
+            if SPLIT:
+                y, y_low = halves(t)
+            nothing = tl.zeros([CELL, CELL], tl.float32)
+            _store(cell_ptr, 0, t * of_u[:, None], CELL, SPLIT)
+            _store(cell_ptr, 1, _times_both(p, y, y_low, nothing, DTYPE, SPLIT), CELL, SPLIT)
+            factor = tl.exp(g) * norm_k
+        else:
+            _store(cell_ptr, 1, p * b[None, :], CELL, SPLIT)
+            factor = b * of_u
         at = cell_ptr + 2 * CELL * CELL + i
-        tl.store(at, of_k)
+        tl.store(at, factor)
         tl.store(at + CELL, tl.exp(g) * norm_q)
-        tl.store(at + 2 * CELL, tl.exp(g_last - g) * norm_k)
-        tl.store(at + 3 * CELL, tl.exp(g_last + tl.zeros([CELL], tl.float32)))
+        tl.store(at + 2 * CELL, tl.exp(g_last + tl.zeros([CELL], tl.float32)))
 
 
 @triton.jit
 def cell_by_cell_kernel(
     out_ptr,  # [T, VALUE_HEADS, VALUE_DIM]
     convolved_ptr,  # [T + num_seqs * RING, channels]
-    cells_ptr,  # [num_cells, VALUE_HEADS, 2 * CELL + 4, CELL]
+    cells_ptr,  # [num_cells, VALUE_HEADS, 2 * CELL + 8, CELL]
     skip_ptr,  # [VALUE_HEADS], or None
     state_ptr,  # [num_slots, VALUE_HEADS, KEY_DIM, VALUE_DIM]
     state_stride,
+    starts_ptr,  # [num_seqs]
     slots_ptr,  # [num_seqs]
     seq_lens_ptr,  # [num_seqs]
     bounds_ptr,  # [num_seqs + 1]
-    num_rows_ptr,  # [num_slots]
-    num_rows_stride,
     num_tokens_ptr,  # [num_slots]
     RING: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -181,56 +250,94 @@ def cell_by_cell_kernel(
     NUM_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * NUM_KEYS + VALUE_HEADS * VALUE_DIM
     head, seq = tl.program_id(1), tl.program_id(2)
-    begin, slot, first, start, seq_len = rows_of(
-        seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride
-    )
+    begin, slot, first, seq_len = rows_of(seq, slots_ptr, seq_lens_ptr, bounds_ptr)
     wait_for_inputs(DEPENDENT)
+    start = tl.load(starts_ptr + seq)
     if start < seq_len:
         num_known = tl.minimum(seq_len, tl.load(num_tokens_ptr + slot))
-        end_of_kept = num_known // CELL * CELL
+        # From here on rows are counted from `start`, where a cell begins.
+        num_rows = (seq_len - start).to(tl.int32)
+        num_kept = ((num_known - start) // CELL * CELL).to(tl.int32)
+        num_before = (first - start).to(tl.int32)
         i, d = tl.arange(0, CELL), tl.arange(0, BLOCK_K)
         c = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
         is_key, is_column = (d < KEY_DIM)[None, :], (c < VALUE_DIM)[:, None]
         state_at = state_ptr + slot * state_stride + head * KEY_DIM * VALUE_DIM
         state_at += d[None, :] * VALUE_DIM + c[:, None]
-        key_at = convolved_ptr + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d[None, :]
-        value_at = convolved_ptr + 2 * NUM_KEYS + head * VALUE_DIM + c[:, None]
+        rows_ptr = convolved_ptr + (begin + seq * RING) * CHANNELS
+        key_ptr = rows_ptr + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+        value_ptr = rows_ptr + 2 * NUM_KEYS + head * VALUE_DIM
+        written_ptr = out_ptr + ((begin - num_before) * VALUE_HEADS + head) * VALUE_DIM
         cell = begin // CELL + seq * EXTRA
-        cell_ptr = cells_ptr + (cell * VALUE_HEADS + head) * (2 * CELL + 4) * CELL
+        cell_ptr = cells_ptr + (cell * VALUE_HEADS + head) * (2 * CELL + 8) * CELL
         s = tl.load(state_at, mask=is_key & is_column & (start > 0), other=0.0)
-        for low in range(start // CELL * CELL, seq_len, CELL):
-            position = low + i
-            is_there = (position >= start) & (position < seq_len)
-            at = (begin + seq * RING + (position - start)) * CHANNELS
-            q = tl.load(key_at + at[:, None], mask=is_key & is_there[:, None], other=0.0)
-            k = tl.load(key_at + at[:, None] + NUM_KEYS, mask=is_key & is_there[:, None], other=0.0)
-            v = tl.load(value_at + at[None, :], mask=is_column & is_there[None, :], other=0.0)
-            if CORRECTS:
-                t = tl.load(cell_ptr + i[None, :] * CELL + i[:, None])
-            p = tl.load(cell_ptr + CELL * CELL + i[None, :] * CELL + i[:, None])
+        for low in range(0, num_rows, CELL):
+            is_there = low + i < num_rows
+            at = key_ptr + i[:, None] * CHANNELS + d[None, :]
+            q = tl.load(at, mask=is_key & is_there[:, None], other=0.0)
+            k = tl.load(at + NUM_KEYS, mask=is_key & is_there[:, None], other=0.0)
+            at = value_ptr + i[None, :] * CHANNELS + c[:, None]
+            v = tl.load(at, mask=is_column & is_there[None, :], other=0.0)
+            r, r_low = _load_transposed(cell_ptr, 1, CELL, SPLIT)
             factors_at = cell_ptr + 2 * CELL * CELL + i
-            of_k, of_q = tl.load(factors_at)[None, :], tl.load(factors_at + CELL)[None, :]
-            of_u = tl.load(factors_at + 2 * CELL)[None, :]
-            decay = tl.load(cell_ptr + (2 * CELL + 3) * CELL)
+            factor, of_q = tl.load(factors_at)[None, :], tl.load(factors_at + CELL)[None, :]
+            decay = tl.load(cell_ptr + (2 * CELL + 2) * CELL)
             nothing = tl.zeros([BLOCK_V, CELL], tl.float32)
             # In this order registers suffice for all of it.
+            x = v.to(tl.float32)
             if CORRECTS:
-                of_state = _times(s, tl.trans(k), nothing, DTYPE, SPLIT) * of_k
+                t, t_low = _load_transposed(cell_ptr, 0, CELL, SPLIT)
+                x -= _times(s, tl.trans(k), nothing, DTYPE, SPLIT) * factor
             y = _times(s, tl.trans(q), nothing, DTYPE, SPLIT) * of_q
-            if CORRECTS:
-                u = _times_both(v.to(tl.float32) - of_state, t, nothing, DTYPE, SPLIT)
-            else:
-                u = v.to(tl.float32) * of_k
-            y = _times_both(u, p, y, DTYPE, SPLIT)
+            u = _times_both(x, t, t_low, nothing, DTYPE, SPLIT) if CORRECTS else x * factor
+            y = _times_both(x, r, r_low, y, DTYPE, SPLIT)
             if skip_ptr is not None:
                 y += v.to(tl.float32) * tl.load(skip_ptr + head)
-            s = _times(u * of_u, k, s * decay, DTYPE, SPLIT)
-            at = ((begin + position - first) * VALUE_HEADS + head) * VALUE_DIM
-            is_written = is_there & (position >= first)
+            s = _times(u, k, s * decay, DTYPE, SPLIT)
             tl.store(
-                out_ptr + at[None, :] + c[:, None], y.to(out_ptr.dtype.element_ty),
-                mask=is_written[None, :] & is_column,
-            )  # fmt: skip
-            if low + CELL == end_of_kept:
+                written_ptr + i[None, :] * (VALUE_HEADS * VALUE_DIM) + c[:, None],
+                y.to(out_ptr.dtype.element_ty),
+                mask=(is_there & (low + i >= num_before))[None, :] & is_column,
+            )
+            if low + CELL == num_kept:
                 tl.store(state_at, s, mask=is_key & is_column)
-            cell_ptr += VALUE_HEADS * (2 * CELL + 4) * CELL
+            key_ptr += CELL * CHANNELS
+            value_ptr += CELL * CHANNELS
+            written_ptr += CELL * VALUE_HEADS * VALUE_DIM
+            cell_ptr += VALUE_HEADS * (2 * CELL + 8) * CELL
+
+
+def constants_of(key_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What both kernels are told of keys, and of rows in this dtype."""
+    splits = dtype == torch.bfloat16
+    return {
+        "CELL": CELL,
+        "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
+        # Triton's interpreter cannot multiply bfloat16.
+        "DTYPE": tl.bfloat16 if splits and not INTERPRET else tl.float32,
+        "SPLIT": splits,
+    }
+
+
+def pass_cells(
+    out: Tensor,
+    convolved: Tensor,
+    cells: Tensor,
+    skip: Tensor | None,
+    state: Tensor,
+    starts: Tensor,
+    sequences: tuple[Tensor, Tensor, Tensor],
+    num_tokens: Tensor,
+    sizes: dict[str, int],
+) -> None:
+    """Pass cells through the states, which changes `state` and writes `out`: shapes as in the
+    kernel; `sequences` are slots, lengths and bounds, `sizes` the constants from RING to CORRECTS,
+    and EXTRA.
+    """
+    value_dim = out.shape[2]
+    columns = min(_COLUMNS, max(16, triton.next_power_of_2(value_dim)))
+    cell_by_cell_kernel[(triton.cdiv(value_dim, columns), out.shape[1], len(starts))](
+        out, convolved, cells, skip, state, state.stride(0), starts, *sequences, num_tokens,
+        **sizes, **constants_of(sizes["KEY_DIM"], out.dtype), BLOCK_V=columns,
+        **dependent_launch(out.device), num_warps=columns // 16, num_stages=_STAGES,
+    )  # fmt: skip

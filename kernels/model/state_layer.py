@@ -15,26 +15,24 @@ first position.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._dispatch import INTERPRET, uses_triton
+from .._dispatch import uses_triton
 from ..dependent_launch import dependent_launch
-from ..triton_or_none import tl, triton
+from ..triton_or_none import triton
 from .rows import BatchRows
-from .state_cells import CELL, cell_by_cell_kernel, cells_kernel
-from .state_rows import prepare_kernel, remember_kernel
+from .state_cells import CELL, cells_kernel, constants_of, pass_cells
+from .state_rows import prepare_kernel
+from .state_warpgroups import is_for, pass_cells_by_warpgroups
 
-_CELL_COLUMNS = 16  # of S in a program that goes cell by cell, a warp for every 16
-_STAGES = 2  # cells whose rows are on their way
 _HEADS = 4  # convolved by a program
 _ROWS = 4  # convolved by a program at once
 _FEW_ROWS = 256  # with more in a pass, a program convolves _TIMES as many, in turn
 _TIMES = 8
-_CHANNELS = 1024  # copied at once
 
 
 class StateHeads(NamedTuple):
@@ -59,6 +57,11 @@ class StateHeads(NamedTuple):
     @property
     def all_scalars(self) -> int:
         return self.num_scalars * self.num_value_heads
+
+    @property
+    def corrects(self) -> bool:
+        """Whether u depends on what S has for a key, as in a delta net, or, as in Mamba2, not."""
+        return self.num_scalars == 2
 
 
 class StateWeights(NamedTuple):
@@ -106,10 +109,9 @@ def pass_rows(
     num_tokens: Tensor,
     *,
     pass_row: PassRow,
-    corrects: bool,
 ) -> Tensor:
     """Pass the rows of a batch through their sequences' memory. `pass_row` is the reference for the
-    kernels, which correct what S has for a key, as a delta net does, or, as Mamba2, do not.
+    kernels.
 
     Rows at the position `num_tokens` of their slot, or beyond, are of drafts; no more of them than
     the ring has room for.
@@ -125,13 +127,9 @@ def pass_rows(
     out = x.new_empty(len(x), heads.num_value_heads, heads.value_dim)
     num_seqs, ring_size = len(rows.slots), memory.ring.shape[1]
     num_taps = weights.convolution.shape[1]
-    sequences = (
-        rows.slots,
-        rows.seq_lens,
-        rows.cu_seqlens_q,
-        memory.num_rows,
-        memory.num_rows.stride(0),
-    )
+    sequences = rows.slots, rows.seq_lens, rows.cu_seqlens_q
+    covered = memory.num_rows, memory.num_rows.stride(0)
+    starts = torch.empty_like(rows.slots)
     # A sequence has its rows here, and before them those that S does not cover yet.
     num_rows, most_before = len(x) + num_seqs * ring_size, ring_size - num_taps + 1
     convolved = x.new_empty(num_rows, heads.num_channels)
@@ -143,7 +141,7 @@ def pass_rows(
         "VALUE_HEADS": heads.num_value_heads,
         "KEY_DIM": heads.key_dim,
         "VALUE_DIM": heads.value_dim,
-        "CORRECTS": corrects,
+        "CORRECTS": heads.corrects,
     }
     num_heads = 2 * heads.num_key_heads + heads.num_value_heads
     size = _ROWS if len(x) <= _FEW_ROWS else _ROWS * _TIMES
@@ -152,6 +150,7 @@ def pass_rows(
     prepare_kernel[(triton.cdiv(num_heads, _HEADS), num_parts)](
         convolved,
         factors,
+        starts,
         x,
         x.stride(0),
         scalars,
@@ -164,6 +163,7 @@ def pass_rows(
         memory.ring,
         memory.ring.stride(0),
         *sequences,
+        *covered,
         num_seqs,
         size,
         extra,
@@ -176,53 +176,23 @@ def pass_rows(
         ROWS=_ROWS,
         **dependent_launch(x.device),
     )
-    _cell_by_cell(
-        out, convolved, factors, weights.skip, memory, sequences, num_tokens, sizes, most_before
-    )
-    # After all programs above have read the ring and the number of rows.
-    remember_kernel[(num_seqs, triton.cdiv(heads.row_width, _CHANNELS))](
-        x, x.stride(0), scalars, scalars.stride(0), memory.ring, memory.ring.stride(0), *sequences,
-        num_tokens, RING=ring_size, CHANNELS=heads.num_channels, WIDTH=heads.row_width,
-        BLOCK=_CHANNELS, CELL=CELL, **dependent_launch(x.device),
-    )  # fmt: skip
-    return out
-
-
-def _cell_by_cell(
-    out: Tensor,
-    convolved: Tensor,
-    factors: Tensor,
-    skip: Tensor | None,
-    memory: StateMemory,
-    sequences: tuple[Any, ...],
-    num_tokens: Tensor,
-    sizes: dict[str, int],
-    most_before: int,
-) -> None:
-    num_seqs, (num_heads, value_dim) = len(sequences[0]), out.shape[1:]
     extra = triton.cdiv(CELL - 1 + most_before, CELL)
-    num_cells = len(out) // CELL + num_seqs * extra
+    num_cells = len(x) // CELL + num_seqs * extra
     cells = torch.empty(
-        num_cells, num_heads, 2 * CELL + 4, CELL, dtype=torch.float32, device=out.device
+        num_cells, heads.num_value_heads, 2 * CELL + 8, CELL, dtype=torch.float32, device=x.device
     )
-    splits = out.dtype == torch.bfloat16
-    shared = {
-        **sizes,
-        "CELL": CELL,
-        "BLOCK_K": max(16, triton.next_power_of_2(sizes["KEY_DIM"])),
-        "EXTRA": extra,
-        # Triton's interpreter cannot multiply bfloat16.
-        "DTYPE": tl.bfloat16 if splits and not INTERPRET else tl.float32,
-        **dependent_launch(out.device),
-    }
-    cells_kernel[(num_heads, num_cells)](
-        cells, convolved, factors, *sequences, num_seqs, **shared, num_warps=1 if splits else 4
-    )
-    block_v = min(_CELL_COLUMNS, max(16, triton.next_power_of_2(value_dim)))
-    cell_by_cell_kernel[(triton.cdiv(value_dim, block_v), num_heads, num_seqs)](
-        out, convolved, cells, skip, memory.state, memory.state.stride(0), *sequences, num_tokens,
-        **shared, BLOCK_V=block_v, SPLIT=splits, num_warps=block_v // 16, num_stages=_STAGES,
+    sizes["EXTRA"] = extra
+    cells_kernel[(heads.num_value_heads, num_cells + num_seqs)](
+        cells, convolved, factors, x, x.stride(0), scalars, scalars.stride(0), memory.ring,
+        memory.ring.stride(0), starts, *sequences, *covered, num_tokens, num_seqs, num_cells,
+        **sizes, **constants_of(heads.key_dim, x.dtype), WIDTH=heads.row_width,
+        **dependent_launch(x.device), num_warps=1 if x.dtype == torch.bfloat16 else 4,
     )  # fmt: skip
+    through = pass_cells
+    if is_for(x.dtype, heads.key_dim, heads.value_dim, x.device):
+        through = pass_cells_by_warpgroups
+    through(out, convolved, cells, weights.skip, memory.state, starts, sequences, num_tokens, sizes)
+    return out
 
 
 def pass_rows_reference(

@@ -31,17 +31,15 @@ def _softplus(x):
 
 
 @triton.jit
-def rows_of(seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride):
-    """A sequence's first row in the batch, its slot, the position of that first row, the position
-    where S goes on, and the number of its tokens.
+def rows_of(seq, slots_ptr, seq_lens_ptr, bounds_ptr):
+    """A sequence's first row in the batch, its slot, the position of that row, and the number of
+    its tokens. Without rows that position is behind its last token.
 
     All this was written before the pass: a kernel may read it before it waits for its inputs.
     """
     begin, end = tl.load(bounds_ptr + seq).to(tl.int64), tl.load(bounds_ptr + seq + 1)
     slot, seq_len = tl.load(slots_ptr + seq).to(tl.int64), tl.load(seq_lens_ptr + seq)
-    first = tl.where(begin < end, seq_len - (end - begin), seq_len)
-    start = tl.where(first > 0, tl.load(num_rows_ptr + slot * num_rows_stride), 0)
-    return begin, slot, first, tl.where(begin < end, start, seq_len), seq_len
+    return begin, slot, tl.where(begin < end, seq_len - (end - begin), seq_len), seq_len
 
 
 @triton.jit
@@ -64,6 +62,7 @@ def sequence_of(part, bounds_ptr, num_seqs, size, extra):
 def prepare_kernel(
     convolved_ptr,  # [T + num_seqs * RING, channels]
     factors_ptr,  # [T + num_seqs * RING, 2 * (KEY_HEADS + VALUE_HEADS)]
+    starts_ptr,  # [num_seqs]
     x_ptr,  # [T, channels]
     x_stride,
     scalars_ptr,  # [T, WIDTH - channels]
@@ -101,7 +100,7 @@ def prepare_kernel(
     """Each program: some heads (of q, then of k, then of v) in `size` rows of one sequence.
 
     Writes what their convolution gives, and factors: of q and k 1 / norm, of values log(decay) and
-    b, which is dt in Mamba2.
+    b, which is dt in Mamba2; and of each sequence the position where S goes on.
     """
     start_next_kernel(DEPENDENT)
     NUM_KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -109,10 +108,12 @@ def prepare_kernel(
     CHANNELS: tl.constexpr = 2 * NUM_KEYS + NUM_VALUES
     ALL_HEADS: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
     seq, part = sequence_of(tl.program_id(1), bounds_ptr, num_seqs, size, extra)
-    begin, slot, first, start, seq_len = rows_of(
-        seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride
-    )
+    begin, slot, first, seq_len = rows_of(seq, slots_ptr, seq_lens_ptr, bounds_ptr)
+    start = tl.where(first > 0, tl.load(num_rows_ptr + slot * num_rows_stride), 0)
+    start = tl.where(first < seq_len, start, seq_len)
     wait_for_inputs(DEPENDENT)
+    if (tl.program_id(0) == 0) & (part == 0):
+        tl.store(starts_ptr + seq, start)
     first_of_part = start + part * size
     for low in range(first_of_part, tl.minimum(first_of_part + size, seq_len), ROWS):
         pair, d = tl.arange(0, ROWS * HEADS), tl.arange(0, BLOCK_D)
@@ -174,7 +175,10 @@ def prepare_kernel(
 
 
 @triton.jit
-def remember_kernel(
+def remember(
+    seq,
+    part,
+    start,
     x_ptr,  # [T, CHANNELS]
     x_stride,
     scalars_ptr,  # [T, WIDTH - CHANNELS]
@@ -190,30 +194,27 @@ def remember_kernel(
     RING: tl.constexpr,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     CELL: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    """Each program: BLOCK numbers of the last rows of one sequence."""
-    start_next_kernel(DEPENDENT)
-    seq, part = tl.program_id(0), tl.program_id(1)
-    begin, slot, _, start, seq_len = rows_of(
-        seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_rows_ptr, num_rows_stride
-    )
-    end = tl.load(bounds_ptr + seq + 1)
-    wait_for_inputs(DEPENDENT)
-    if begin < end:
-        c = part * BLOCK + tl.arange(0, BLOCK)
-        for row in range(tl.maximum(begin, end - RING), end):
-            position = seq_len - (end - row)
-            x = tl.load(x_ptr + row * x_stride + c, mask=c < CHANNELS)
-            scalar_ptr = scalars_ptr + row * scalars_stride + (c - CHANNELS)
-            scalar = tl.load(scalar_ptr, mask=(c >= CHANNELS) & (c < WIDTH))
-            x = tl.where(c < CHANNELS, x, scalar)
-            at = ring_ptr + slot * ring_stride + position % RING * WIDTH + c
-            tl.store(at, x, mask=c < WIDTH)
+    """Keep one of PARTS parts of a sequence's last rows, and how many rows S covers."""
+    begin, slot, first, seq_len = rows_of(seq, slots_ptr, seq_lens_ptr, bounds_ptr)
+    SIZE: tl.constexpr = (WIDTH + 8 * PARTS - 1) // (8 * PARTS) * 8
+    if first < seq_len:
+        i, c = tl.arange(0, 4)[:, None], tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
+        column = part * SIZE + c
+        for low in range(tl.maximum(first, seq_len - RING), seq_len, 4):
+            position = low + i
+            mask = (position < seq_len) & (c < SIZE) & (column < WIDTH)
+            row = begin + position - first
+            x = tl.load(x_ptr + row * x_stride + column, mask=mask & (column < CHANNELS))
+            scalar_ptr = scalars_ptr + row * scalars_stride + (column - CHANNELS)
+            scalar = tl.load(scalar_ptr, mask=mask & (column >= CHANNELS))
+            x = tl.where(column < CHANNELS, x, scalar)
+            at = ring_ptr + slot * ring_stride + position % RING * WIDTH + column
+            tl.store(at, x, mask=mask)
         if part == 0:
             num_known = tl.minimum(seq_len, tl.load(num_tokens_ptr + slot))
-            tl.store(
-                num_rows_ptr + slot * num_rows_stride, tl.maximum(start, num_known // CELL * CELL)
-            )
+            # Cells count from where S began: if a reference was there before, at any position.
+            num_rows = start + tl.maximum(num_known - start, 0) // CELL * CELL
+            tl.store(num_rows_ptr + slot * num_rows_stride, num_rows)

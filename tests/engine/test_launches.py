@@ -84,7 +84,7 @@ def batch() -> ForwardBatch:
     return ForwardBatch(of_rows, rows, of_rows, empty(1, 1, 8, dtype=torch.int32), 16, of_one)
 
 
-STATE = ["prepare_kernel", "cells_kernel", "cell_by_cell_kernel", "remember_kernel"]
+STATE = ["prepare_kernel", "cells_kernel", "cell_by_cell_kernel"]
 
 
 def test_a_delta_net_multiplies_once_for_each_format_of_its_inputs() -> None:

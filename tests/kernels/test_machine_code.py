@@ -38,6 +38,7 @@ from outrider.kernels.model.state_layer import (
     StateWeights,
     rows_kept,
 )
+from outrider.kernels.model.state_warpgroups import is_for as passes_by_warpgroups
 from outrider.kernels.triton_or_none import HAS_GLUON
 
 machine_code = pytest.importorskip("machine_code", exc_type=ImportError)
@@ -404,12 +405,12 @@ def routers(num_rows: int) -> None:
     route(logits, Router(6, sigmoid=True, bias=bias, num_groups=8, top_groups=3))
 
 
-def states(heads: StateHeads, *, corrects: bool) -> None:
+def states(heads: StateHeads) -> None:
     """A prompt's rows, and those of drafts."""
     num_values, num_slots = heads.num_value_heads, 3
     numbers = empty(num_values, dtype=torch.float32)
     weights = StateWeights(empty(4, heads.num_channels).t(), numbers, numbers)
-    if not corrects:
+    if not heads.corrects:
         weights = weights._replace(bias=empty(heads.num_channels), skip=numbers)
     state = empty(num_slots, num_values, heads.key_dim, heads.value_dim, dtype=torch.float32)
     ring = empty(num_slots, rows_kept(4, 3), heads.row_width)
@@ -417,27 +418,64 @@ def states(heads: StateHeads, *, corrects: bool) -> None:
     bounds = empty(num_slots + 1, dtype=torch.int64)
     rows = BatchRows(tokens, tokens, tokens, tokens, tokens, bounds)
     memory = StateMemory(state, ring, tokens)
-    layer = delta_net if corrects else mamba2
+    layer = delta_net if heads.corrects else mamba2
     x = empty(300, heads.num_channels), empty(300, heads.all_scalars)
     layer(*x, heads, weights, memory, rows, tokens)
 
 
 def delta_nets() -> None:
-    states(StateHeads(16, 32, 128, 128, num_scalars=2), corrects=True)
+    states(StateHeads(16, 32, 128, 128, num_scalars=2))
 
 
 def mamba2s() -> None:
-    states(StateHeads(8, 64, 128, 64, num_scalars=1), corrects=False)
+    states(StateHeads(8, 64, 128, 64, num_scalars=1))
 
 
+@pytest.mark.parametrize(
+    ("gpu", "product"),
+    [(machine_code.H100, "HGMMA" if HAS_GLUON else "HMMA"), (machine_code.RTX_4090, "HMMA")],
+)
 @pytest.mark.parametrize("launch", [delta_nets, deep(mamba2s)])
-def test_states_stay_in_registers(launch: Callable[[], None]) -> None:
+def test_states_stay_in_registers(
+    launch: Callable[[], None], gpu: machine_code.Gpu, product: str
+) -> None:
+    with machine_code.launches(gpu) as kernels:
+        launch()
+    assert len(kernels) == 3
+    through_states = machine_code.disassembled(kernels[2])
+    assert re.search(rf"\b{product}\b", through_states)
+    assert not re.search(r"\b(STL|LDL)\b", through_states), "registers are spilled"
+    # Several programs share a multiprocessor.
+    assert kernels[2].metadata.shared <= gpu.shared_bytes // 4
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
+@pytest.mark.parametrize("launch", [delta_nets, deep(mamba2s)])
+def test_warpgroups_wait_for_a_cell_s_products_few_times(launch: Callable[[], None]) -> None:
+    """Not after each: ptxas does that if it cannot tell which registers they use."""
     with machine_code.launches(machine_code.H100) as kernels:
         launch()
-    assert len(kernels) == 4
-    through_states = machine_code.disassembled(kernels[2])
-    assert re.search(r"\bHG?MMA\b", through_states)
-    assert not re.search(r"\bSTL\b", through_states), "registers are spilled"
+    check(kernels[2:])
+    code = machine_code.disassembled(kernels[2])
+    assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code)) <= 4
+
+
+def test_only_a_hopper_gpu_passes_states_by_warpgroups() -> None:
+    for gpu in (machine_code.RTX_4090, machine_code.H100, machine_code.B200, machine_code.RTX_5090):
+        with machine_code.launches(gpu):
+            device = empty(1).device
+            takes = [
+                passes_by_warpgroups(dtype, dim, dim, device)
+                for dtype, dim in [
+                    (torch.bfloat16, 128),
+                    (torch.bfloat16, 64),
+                    (torch.float16, 128),
+                    (torch.bfloat16, 96),
+                    (torch.bfloat16, 256),
+                ]
+            ]
+        is_hopper = HAS_GLUON and gpu is machine_code.H100
+        assert takes == [is_hopper, is_hopper, False, False, False]
 
 
 def norms(width: int) -> None:

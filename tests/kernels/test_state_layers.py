@@ -3,15 +3,17 @@ bits.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from random_tensors import normals
 from verification import DEVICE, HAS_KERNELS
 
-from outrider.kernels.model import state_layer
+from outrider.kernels._dispatch import INTERPRET
+from outrider.kernels.model import state_layer, state_trial, state_warpgroups
 from outrider.kernels.model.delta_net import delta_net, delta_net_reference
 from outrider.kernels.model.gated_norm import gated_norm, gated_norm_reference
 from outrider.kernels.model.mamba2 import mamba2, mamba2_reference
@@ -19,11 +21,20 @@ from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.rows import BatchRows
 from outrider.kernels.model.state_cells import CELL
 from outrider.kernels.model.state_layer import StateHeads, StateMemory, StateWeights
+from outrider.kernels.model.warpgroups import has_warpgroups
+from outrider.kernels.triton_or_none import HAS_GLUON
+
+if HAS_GLUON:
+    from gluon_interpreter import Kernel
 
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
+needs_warpgroups = pytest.mark.skipif(
+    not HAS_GLUON or not (INTERPRET or has_warpgroups(DEVICE)), reason="needs a Hopper GPU"
+)
 HEADS = StateHeads(2, 4, key_dim=12, value_dim=8, num_scalars=2)
 SMALL = StateHeads(1, 2, key_dim=12, value_dim=8, num_scalars=2)
 WIDE = StateHeads(1, 2, key_dim=16, value_dim=40, num_scalars=2)
+WARPGROUPS = StateHeads(1, 2, key_dim=64, value_dim=128, num_scalars=2)
 TAPS, NUM_SLOTS, MAX_DRAFTS = 4, 4, 3
 Rows = tuple[int, int, int]  # of a sequence: its slot, its first row, how many
 Implementation = Callable[..., torch.Tensor]
@@ -216,6 +227,147 @@ def test_prompts_are_prepared_more_rows_at_a_time_with_the_same_bits(
         results.append([*outs, memory.state[::2], memory.num_rows])
     for several, one in zip(*results, strict=True):
         assert torch.equal(several, one)
+
+
+@needs_kernels
+def test_kernels_go_on_from_where_a_reference_stopped() -> None:
+    """Inside a cell, as the comparison at load does, and they go on from what they keep."""
+    x, outs = normals(8)(NUM_SLOTS, 45, HEADS.row_width), []
+    for first_of_kernels in (5, 45):
+        memory, got = empty_memory(HEADS), []
+        for first, count in [(0, 5), (5, 26), (31, 14)]:
+            each = delta_net if first >= first_of_kernels else delta_net_reference
+            got += run(each, x, [(1, first, count)], {1: first + count}, memory)
+        outs.append(torch.cat(got))
+        assert int(memory.num_rows[1]) == (37 if first_of_kernels == 5 else 45)
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """As on a Hopper GPU; with stand-ins that a CPU runs for the kernel by warpgroups."""
+    failed: set[torch.device] = set()
+    for place in (state_warpgroups, state_trial):
+        monkeypatch.setattr(place, "failed", failed)
+    made = []
+    if DEVICE.type == "cpu":
+        made.append(Kernel(None, name="_cell_by_cell_kernel"))
+        monkeypatch.setattr(state_warpgroups, "_cell_by_cell_kernel", made[0])
+        monkeypatch.setattr(state_warpgroups, "has_warpgroups", lambda _: True)
+    state_trial.try_cells.cache_clear()
+    yield made
+    state_trial.try_cells.cache_clear()
+
+
+def through_steps(layer: Implementation, heads: StateHeads) -> list[torch.Tensor]:
+    """What drafts, chunks and edges of cells give, and the states behind them."""
+    x = normals(9, torch.bfloat16)(NUM_SLOTS, 70, heads.row_width)
+    memory, outs = empty_memory(heads, torch.bfloat16), []
+    steps: list[tuple[list[Rows], dict[int, int]]] = [
+        ([(0, 0, 5), (2, 0, 46)], {0: 5, 2: 46}),
+        ([(2, 46, 4), (0, 5, 50)], {2: 47, 0: 55}),  # drafts behind the edge of a cell
+        ([(2, 49, 2), (0, 55, 12)], {2: 50, 0: 64}),  # two of three drafts were accepted
+    ]
+    for batch, known in steps:
+        outs += run(layer, x, batch, known, memory, heads, num_padding=2)
+    return [*outs, memory.state[::2], memory.num_rows]
+
+
+@needs_warpgroups
+@pytest.mark.parametrize("is_mamba2", [False, True])
+def test_warpgroups_pass_rows_as_other_kernels_do(
+    is_mamba2: bool, on_hopper: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, layer, reference = WARPGROUPS, delta_net, delta_net_reference
+    if is_mamba2:
+        heads, layer, reference = of_mamba2(heads), mamba2, mamba2_reference
+    ours = through_steps(layer, heads)
+    assert all(kernel.num_launches == 3 for kernel in on_hopper)
+    monkeypatch.setattr(state_warpgroups, "has_warpgroups", lambda _: False)
+    others, expected = through_steps(layer, heads), through_steps(reference, heads)
+    for got, other, exact in zip(ours, others, expected, strict=True):
+        if DEVICE.type == "cuda":
+            assert torch.equal(got, other)
+        rtol = 2.0**-7 if got.dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(got, other, rtol=rtol, atol=1e-4)
+        if got.dtype == torch.bfloat16:  # the reference's states cover all known rows
+            atol = 4e-2 * max(1.0, float(exact.abs().max()))
+            torch.testing.assert_close(got, exact, rtol=4e-2, atol=atol)
+
+
+@needs_warpgroups
+def test_any_chunks_by_warpgroups_give_the_same_bits(on_hopper: list[Any]) -> None:
+    heads, dtype = WARPGROUPS, torch.bfloat16
+    x = normals(10, dtype)(NUM_SLOTS, 50, heads.row_width)
+    whole = run(delta_net, x, [(1, 0, 50)], {1: 50}, empty_memory(heads, dtype), heads)[0]
+    for chunks in ([17, 1, 32], [16, 16, 18], [3, 40, 7]):
+        memory, done = empty_memory(heads, dtype), 0
+        for count in chunks:
+            batch = [(0, done, count), (1, done, count)]
+            known = {0: done + count, 1: done + count}
+            out = run(delta_net, x, batch, known, memory, heads)[1]
+            assert torch.equal(out, whole[done : done + count])
+            done += count
+
+
+@needs_warpgroups
+@pytest.mark.parametrize("num_scalars", [1, 2])
+def test_warpgroups_that_work_are_used(
+    num_scalars: int, on_hopper: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    heads = WARPGROUPS._replace(num_scalars=num_scalars)
+    for each in (heads, heads, heads._replace(key_dim=96)):  # for which it is not: not tried
+        state_trial.try_cells(each, torch.bfloat16, DEVICE)
+    state_trial.try_cells(heads, torch.float32, DEVICE)
+    assert all(kernel.num_launches == 1 for kernel in on_hopper)
+    assert state_warpgroups.is_for(torch.bfloat16, 64, 128, DEVICE)
+    assert not caplog.records
+
+
+class Broken:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        raise RuntimeError("Cannot find ptxas\nlook there")
+
+
+class Wrong:
+    """Leaves something out."""
+
+    def __init__(self, number: float, *, of_state: bool) -> None:
+        self._number, self._of_state = number, of_state
+        self._kernel = Kernel(None, name="_cell_by_cell_kernel")
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(out: torch.Tensor, *given: Any, **options: Any) -> None:
+            self._kernel[grid](out, *given, **options)
+            changed = given[3] if self._of_state else out
+            changed.view(-1)[5] = self._number
+
+        return launch
+
+
+@needs_warpgroups
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there the kernel itself runs")
+@pytest.mark.parametrize(
+    ("make_kernel", "reason"),
+    [
+        (Broken, "RuntimeError: Cannot find ptxas)"),
+        (lambda: Wrong(30.0, of_state=False), "wrong by"),
+        (lambda: Wrong(30.0, of_state=True), "wrong by"),
+        (lambda: Wrong(torch.nan, of_state=True), "wrong by nan"),
+    ],
+)
+def test_warpgroups_that_fail_leave_rows_to_other_kernels_with_one_warning(
+    make_kernel: Callable[[], Any],
+    reason: str,
+    on_hopper: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(state_warpgroups, "_cell_by_cell_kernel", make_kernel())
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float32):
+        state_trial.try_cells(WARPGROUPS, dtype, DEVICE)
+    assert not state_warpgroups.is_for(torch.bfloat16, 64, 128, DEVICE)
+    assert [reason in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

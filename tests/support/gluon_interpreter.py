@@ -2,8 +2,9 @@
 
 Its warpgroups take turns, in an order drawn by a seed. What is asynchronous on a GPU takes its
 time: a copy fills its part of shared memory when the scheduler draws it, and until then there is
-NaN; what a product reads must be there from its start until it is waited for. So a stage that is
-read or filled too early shows, and warps that wait for ever are an error.
+NaN; what a product reads must be there from its start until it is waited for. Copies by the warps
+themselves come no sooner than these wait for them. So a stage that is read or filled too early
+shows, and warps that wait for ever are an error.
 """
 
 import itertools
@@ -11,6 +12,7 @@ import math
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,7 @@ from outrider.kernels.model import (
     prompt_blocks,
     silu_mul,
     softmax_sums,
+    state_warpgroups,
     tiles,
     warpgroups,
 )
@@ -37,6 +40,7 @@ _MODULES = {
         ("_prompt_attention_kernel", prompt_attention, softmax_sums, prompt_blocks),
         ("_block_scaled_kernel", block_scaled_product, silu_mul, tiles),
         ("_few_rows_kernel", few_rows_product, silu_mul, dependent_launch),
+        ("_cell_by_cell_kernel", state_warpgroups),
     )
 }
 
@@ -55,6 +59,11 @@ class Pointer:
     def __add__(self, more: Any) -> "Pointer":
         return Pointer(self._flat, self._at + more)
 
+    def to(self, dtype: torch.dtype) -> "Pointer":
+        """To numbers of another size in the same place."""
+        size, other = self._flat.element_size(), dtype.itemsize
+        return Pointer(self._flat.view(dtype), self._at * size // other)
+
     def load(self, mask: Any = None, other: Any = 0) -> Tensor:
         at = torch.as_tensor(self._at)
         if mask is None:
@@ -63,8 +72,8 @@ class Pointer:
         found = self._flat[torch.where(mask, at, 0).long()]
         return torch.where(mask, found, torch.tensor(other, dtype=found.dtype))
 
-    def store(self, value: Tensor, mask: Tensor) -> None:
-        mask = mask.expand(value.shape)
+    def store(self, value: Tensor, mask: Any = None) -> None:
+        mask = torch.as_tensor(True if mask is None else mask).expand(value.shape)
         self._flat[torch.as_tensor(self._at).expand(value.shape)[mask]] = value[mask]
 
 
@@ -84,6 +93,12 @@ class Shared:
     def index(self, i: Any) -> "Shared":
         assert 0 <= int(i) < self.shape[0]
         return Shared(self.memory[int(i)], self.shape[1:])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
+        """Of a tile that lies as a whole."""
+        assert self.memory.shape == self.shape
+        memory = self.memory.narrow(dim, start, length)
+        return Shared(memory, tuple(memory.shape))
 
     def permute(self, order: tuple[int, int]) -> "Shared":
         assert order == (1, 0)
@@ -125,7 +140,7 @@ class Barrier:
 class Product:
     """Of a warpgroup, until it waits for it."""
 
-    def __init__(self, left: Any, right: Shared, acc: Tensor) -> None:
+    def __init__(self, left: Any, right: Shared, acc: Any) -> None:
         self._factors, self._acc = (left, right), acc
         self._before = self._read()
         self._result: Tensor | None = None
@@ -139,8 +154,9 @@ class Product:
             for before, now in zip(self._before, (left, right), strict=True):
                 is_same = torch.equal(_bytes(before), _bytes(now))
                 assert is_same, "shared memory changes while it is multiplied"
+            acc = self._acc.result() if isinstance(self._acc, Product) else self._acc
             # In float64 numbers of 8 bits are added exactly, in any order of the library's.
-            self._result = (self._acc + left.double() @ right.double()).float()
+            self._result = (acc + left.double() @ right.double()).float()
         return self._result
 
 
@@ -157,6 +173,7 @@ class Warps(threading.Thread):
         self.turn = threading.Semaphore(0)
         self.ready: Callable[[], bool] = lambda: True
         self.products: list[Product] = []
+        self.copies: list[list[tuple[Shared, Tensor]]] = [[]]  # by group, the last still open
         self.is_done = False
 
     @torch.inference_mode()
@@ -233,8 +250,12 @@ class Kernel:
             constants.pop("enable_fp_fusion", None)
             given = [Pointer(_flat(x)) if isinstance(x, Tensor) else x for x in args]
             for i, place in enumerate(itertools.product(*map(range, grid))):
-                run = _interpreted(Program(place, grid, self._seed + i), self._name)
-                run[self._name](*given, **constants)
+                program = Program(place, grid, self._seed + i)
+                run = partial(_interpreted(program, self._name)[self._name], **constants)
+                if "warp_specialize" in run.func.__code__.co_names:
+                    run(*given)
+                else:
+                    program.warp_specialize([(run, given)])
 
         return launch
 
@@ -272,6 +293,9 @@ def _interpreted(program: Program, kernel: str) -> dict[str, Any]:
 
         program.copies.append(arrive)
 
+    copies = SimpleNamespace(
+        async_copy_global_to_shared=_copy, commit_group=_commit, wait_group=_wait_for_copies
+    )
     hopper = SimpleNamespace(
         warpgroup_mma=_multiply, warpgroup_mma_wait=_wait, fence_async_shared=lambda: None
     )
@@ -281,6 +305,8 @@ def _interpreted(program: Program, kernel: str) -> dict[str, Any]:
         "hopper": hopper,
         "mbarrier": barriers,
         "tma": SimpleNamespace(async_copy_global_to_shared=copy),
+        "cp": copies,
+        "halves": _halves,
         "split_of": _split_of,
         "start_of": _start_of,
         "from_e4m3": _from_e4m3,
@@ -340,6 +366,28 @@ def _wait(num_left: int, deps: list[Any]) -> Any:
     return waited if len(waited) > 1 else waited[0]
 
 
+def _copy(part: Shared, pointer: Pointer, mask: Any) -> None:
+    source = pointer.load(mask)
+    part.store(torch.full(part.shape, torch.nan, dtype=source.dtype))
+    _of_warps().copies[-1].append((part, source))
+
+
+def _commit() -> None:
+    _of_warps().copies.append([])
+
+
+def _wait_for_copies(num_left: int) -> None:
+    groups = _of_warps().copies
+    while len(groups) - 1 > num_left:
+        for part, source in groups.pop(0):
+            part.store(source)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    high = (x.view(torch.int32) & -65536).view(torch.float32)
+    return high.bfloat16(), (x - high).bfloat16()
+
+
 def _split_of(position: Any, unit: Any) -> int:
     place = int(position) // int(unit)
     octave = max(place, 8).bit_length() - 4
@@ -377,7 +425,9 @@ def _language(program: Program) -> Any:
 
     return SimpleNamespace(
         constexpr=int,
+        int32=torch.int32,
         int64=torch.int64,
+        bfloat16=torch.bfloat16,
         uint8=torch.uint8,
         float8e4nv=torch.float8_e4m3fn,
         float32=torch.float32,
@@ -388,12 +438,13 @@ def _language(program: Program) -> Any:
         DotOperandLayout=layout,
         SwizzledSharedLayout=layout,
         static_range=range,
+        pointer_type=lambda dtype: dtype,
         program_id=lambda axis: program.place[axis],
         num_programs=lambda axis: program.grid[axis],
         allocate_shared_memory=allocate,
         warp_specialize=program.warp_specialize,
         load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
-        store=lambda pointer, value, mask: pointer.store(value, mask),
+        store=lambda pointer, value, mask=None: pointer.store(value, mask),
         arange=lambda first, end, layout: torch.arange(first, end, dtype=torch.int32),
         zeros=lambda shape, dtype, layout: torch.zeros(*shape, dtype=dtype),
         full=lambda shape, value, dtype, layout: torch.full(tuple(shape), value, dtype=dtype),
@@ -409,4 +460,5 @@ def _language(program: Program) -> Any:
         permute=lambda x, order: x.permute(order),
         split=lambda x: x.unbind(-1),
         convert_layout=lambda x, layout: x,
+        inline_asm_elementwise=lambda code, registers, values, *_, **__: values[0],
     )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.model.state_layer import StateHeads, StateMemory, rows_kept
+from outrider.kernels.model.state_trial import try_cells
 
 from ..slot_state import SlotState
 
@@ -33,7 +34,9 @@ class HeadStates(SlotState):
         return [-(-size // _ALIGNMENT) * _ALIGNMENT for size in fields]
 
     def bind(self, memory: Tensor, max_drafts: int, dtype: torch.dtype, start: int = 0) -> None:
+        """Keep it here, and find out by which kernel rows pass through it."""
         heads = self.heads
+        try_cells(heads, dtype, memory.device)
         state, ring, num_rows = memory.split(self._sizes(max_drafts, dtype), 1)
         shape = heads.num_value_heads, heads.key_dim, heads.value_dim
         ring_shape = rows_kept(self.num_taps, max_drafts), heads.row_width
