@@ -64,7 +64,6 @@ class Stack(PagedLayers):
         self.norm = norm
         self.output_layer = output_layer
         self.dtype, self.device = embedding.dtype, embedding.device
-        self._next_norms = [*(block.parts[0].norm for block in self.blocks[1:]), None]
 
     @property
     def attentions(self) -> list[PagedAttention]:
@@ -103,7 +102,17 @@ class Stack(PagedLayers):
             self.blocks[i] = block.changed(change)
         self.output_layer = change(self.output_layer)
 
-    def through_blocks(self, x: Tensor, normed: Rows | None, batch: ForwardBatch) -> None:
-        """Add the outputs of all blocks to x in place. Shape: x, normed [T, hidden]."""
-        for block, next_norm in zip(self.blocks, self._next_norms, strict=True):
+    def through_blocks(
+        self, x: Tensor, normed: Rows | None, batch: ForwardBatch, last: Norm | None = None
+    ) -> Rows | None:
+        """Add the outputs of all blocks to x in place. Shape: x, normed [T, hidden].
+
+        Returns last(x) if that comes cheaply; otherwise None.
+        """
+        for block, next_norm in zip(self.blocks, self.next_norms(last), strict=True):
             normed = block(x, normed, next_norm, batch)
+        return normed
+
+    def next_norms(self, last: Norm | None = None) -> list[Norm | None]:
+        """The norm behind each block: that of the next block, or the last."""
+        return [*(block.parts[0].norm for block in self.blocks[1:]), last]

@@ -71,12 +71,12 @@ class Decoder(Stack, Network):
         if self.tapped_layers:
             taps = self._place_of_taps(x)
             self._tap(-1, x, taps)
-        for i, (block, next_norm) in enumerate(zip(self.blocks, self._next_norms, strict=True)):
+        for i, (block, next_norm) in enumerate(zip(self.blocks, self.next_norms(), strict=True)):
             normed = block(x, normed, next_norm, batch)
             self._tap(i, x, taps)
         num_layers = len(self.blocks)
-        if num_layers in self.tapped_layers:
-            self._tap(num_layers, rms_norm(x, self.norm), taps)
+        if taps is not None and num_layers in self.tapped_layers:
+            rms_norm(x, self.norm, out=taps[:, self.tapped_layers.index(num_layers)])
         rows = rms_norm(x, self.norm, batch.logits_rows)
         logits = self.logits(rows, self.place_of_logits(len(rows)))
         return Pass(self.widened(logits), taps)

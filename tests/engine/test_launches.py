@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.engine.models import narrow_weight
 from outrider.engine.models.attention import ForwardBatch, PagedAttention, Rope
+from outrider.engine.models.blocks import Block, Stack
 from outrider.engine.models.expert_weights import StackedExperts
 from outrider.engine.models.narrow_weight import Scaled, Stacked
 from outrider.engine.models.parts.attention import Attention
@@ -138,6 +139,24 @@ def test_ranks_are_given_codes_of_their_own_inputs() -> None:
         output.add_to(empty(ROWS, HIDDEN), y)
         assert names == ["_gated_norm_kernel", "_scaled_kernel", "_add_parts_kernel"]
         assert output(y).shape == (ROWS, HIDDEN)
+
+
+def test_blocks_and_the_norm_behind_them_take_codes_of_layers_that_are_rounded_later() -> None:
+    """As those of a head are once they have been read."""
+    with machine_code.names_of_launches(machine_code.RTX_4090) as names:
+        blocks = [Block(mlp(dense(1024, HIDDEN), dense(HIDDEN, 512))) for _ in range(2)]
+        stack = Stack(empty(9, HIDDEN), blocks, norm_of(HIDDEN), Linear(dense(128, HIDDEN), None))
+        stack.change_linears(lambda layer: layer._replace(weight=fp8(*layer.weight.shape)))
+        names.clear()
+        y = stack.through_blocks(empty(ROWS, HIDDEN), None, batch(), stack.norm)
+        inside = ["_scaled_kernel", "_round_rows_kernel", "_scaled_kernel", "_add_parts_kernel"]
+        assert names == ["_round_rows_kernel", *inside, *inside]
+        assert isinstance(y, Tensor)
+        assert stack.through_blocks(empty(ROWS, HIDDEN), None, batch()) is None
+
+
+def mlp(gate_up: Matrix, down: Matrix) -> GatedMLP:
+    return GatedMLP(norm=norm_of(HIDDEN), gate_up=Linear(gate_up, None), down=Linear(down, None))
 
 
 class Noted(Dense):

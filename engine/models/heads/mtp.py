@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
+from outrider.kernels.model.row_codes import plain
 
 from ..attention import ForwardBatch
 from .config import MtpNames
@@ -53,8 +54,8 @@ class MtpHead(AutoregressiveHead):
             e *= (batch.rows.positions > 0)[:, None]
         rms_norm(f, self.hidden_norm, out=h)
         x = self.fc(both)
-        self.through_blocks(x, None, batch)
-        return rms_norm(x, self.norm)
+        y = self.through_blocks(x, None, batch, self.norm)
+        return rms_norm(x, self.norm) if y is None else plain(y)
 
     def recycled(self, y: Tensor) -> Tensor:
         return y
