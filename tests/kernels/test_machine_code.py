@@ -449,6 +449,15 @@ def test_states_stay_in_registers(
     assert kernels[2].metadata.shared <= gpu.shared_bytes // 4
 
 
+@pytest.mark.parametrize("launch", [delta_nets, deep(mamba2s)])
+def test_convolved_rows_are_rounded_in_pairs(launch: Callable[[], None]) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        launch()
+    code = machine_code.disassembled(kernels[0])
+    assert len(re.findall(r"\bF2F\.BF16", code)) <= 1  # of scalars
+    assert len(re.findall(r"\bF2FP\.BF16\S*PACK_AB\b", code)) >= 16
+
+
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
 @pytest.mark.parametrize("launch", [delta_nets, deep(mamba2s)])
 def test_warpgroups_wait_for_a_cell_s_products_few_times(launch: Callable[[], None]) -> None:
