@@ -15,9 +15,9 @@ from outrider.kernels.model.attention_reference import (
     row_blocks,
     whole_block,
 )
+from outrider.kernels.model.attention_trial import try_warpgroup_attention
 from outrider.kernels.model.batch_invariant_attention import Heads
 from outrider.kernels.model.paged_attention import paged_attention
-from outrider.kernels.model.prompt_trial import try_prompt_attention
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.rope import rope_and_store, rotary_table
 from outrider.kernels.model.rows import BatchRows, lay_out, places_of
@@ -253,9 +253,9 @@ class PagedAttention:
         device: torch.device,
         dtype_of_rows: torch.dtype,
     ) -> None:
-        """Allocate this layer's part of a cache, and find out by which kernel prompts attend."""
+        """Allocate this layer's part of a cache, and find out by which kernels its rows attend."""
         if self.causal and self.softcap is None:
-            try_prompt_attention(self.heads, page_size, dtype_of_rows, dtype, device)
+            try_warpgroup_attention(self.heads, page_size, dtype_of_rows, dtype, device)
         # Not zeroed: a CPU, which reads past a sequence's length, clears that part before. But it
         # reads the first page where a window has passed a page, and weighs it by 0.
         shape = (num_pages, page_size, self.num_kv_heads)

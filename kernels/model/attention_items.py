@@ -25,6 +25,7 @@ _MAX_GROWN_SPLITS = tl.constexpr(16)
 _MOST_DOUBLINGS = 16  # of a unit
 _NO_UNIT = 1 << 30  # no sequence is split
 PROMPT_ROWS = 128  # rows, times query heads of a KV head, of an item of a prompt
+FEW_ROWS = 64  # the same, at most, of an item of few rows, unless a KV head has more query heads
 WIDTH = tl.constexpr(9)  # of an item; see the kernel
 
 
@@ -68,7 +69,8 @@ def list_items(
     # Few rows a sequence: decodes and verifications. Many: prefill chunks.
     rows_per_req = triton.cdiv(num_rows, num_reqs)
     is_prefill = holds_prompt or rows_per_req > 16
-    block_m = PROMPT_ROWS if is_prefill else min(64, triton.next_power_of_2(rows_per_req * group))
+    few = min(FEW_ROWS, triton.next_power_of_2(rows_per_req * group))
+    block_m = PROMPT_ROWS if is_prefill else few
     block_m = max(16, block_m, triton.next_power_of_2(group))
     block_q = block_m // group
     # Sequence i starts at row block cu_seqlens_q[i] // block_q + i.

@@ -26,6 +26,7 @@ from .._dispatch import num_programs, shared_bytes
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .attention_items import PROMPT_ROWS, WIDTH, AttentionItems, split_of, start_of
+from .few_rows_attention import HEAD_DIM, few_rows_attention
 from .fp8 import as_bytes, from_e4m3
 from .prompt_attention import is_for, prompt_attention
 from .softmax_sums import LOG2_E, add, attend, merge, no_total
@@ -71,12 +72,14 @@ def paged_attention(
         return prompt_attention(
             query, k_cache, v_cache, items, block_table, scale, window, sinks, k_scale, v_scale
         )
+    if on_warpgroups and not items.is_prefill and head_dim == HEAD_DIM:
+        return few_rows_attention(query, k_cache, v_cache, items, block_table, scale, window, sinks)
     assert query.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1
     assert block_table.stride(-1) == 1
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
     assert scale > 0
     in_fp8 = k_cache.dtype == torch.float8_e4m3fn
-    tiling = _tiling(query, items, k_cache, v_cache, block_table, on_warpgroups)
+    tiling = _tiling(query, items, k_cache, v_cache, block_table)
     k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
     part = part_state = counters = None
     if items.num_splits > 1:
@@ -134,22 +137,14 @@ def paged_attention(
 
 
 def _tiling(
-    query: Tensor,
-    items: AttentionItems,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    on_warpgroups: bool,
+    query: Tensor, items: AttentionItems, k_cache: Tensor, v_cache: Tensor, block_table: Tensor
 ) -> dict[str, int]:
     """Tokens a block, warps, and blocks loaded ahead; measured on an H200 with heads of 128."""
     num_rows, num_heads = query.shape[:2]
     page_size, num_kv_heads, head_dim = k_cache.shape[1:]
     bytes_per_token = (head_dim + v_cache.shape[3]) * k_cache.element_size()
     if bytes_per_token > 512:  # the measured sizes would not fit into a multiprocessor
-        warps = 8 if items.block_m > 64 else 4
-        if on_warpgroups:  # as prompts are summed there
-            return {"BLOCK_N": 64, "num_warps": warps, "num_stages": 2 if warps == 4 else 1}
-        return {"BLOCK_N": 32, "num_warps": warps, "num_stages": 1}
+        return {"BLOCK_N": 32, "num_warps": 8 if items.block_m > 64 else 4, "num_stages": 1}
     if items.batch_invariant:
         # A single BLOCK_N, small enough for the registers to hold both sums of a prefill.
         return {"BLOCK_N": 64, "num_warps": 8 if items.block_m > 64 else 4, "num_stages": 3}

@@ -16,16 +16,25 @@ from torch import Tensor
 
 from .._dispatch import num_programs
 from ..triton_or_none import TensorDescriptor, gl, gluon, hopper
-from .attention_items import PROMPT_ROWS, WIDTH, AttentionItems, split_of, start_of
+from .attention_blocks import (
+    AHEAD,
+    BLOCK,
+    SUMS,
+    add_values,
+    item_of,
+    load_blocks,
+    tokens_of,
+    weights_of,
+    without_strangers,
+)
+from .attention_items import FEW_ROWS, PROMPT_ROWS, WIDTH, AttentionItems, split_of, start_of
 from .fp8 import as_bytes
-from .prompt_blocks import AHEAD, BLOCK, item_of, load_blocks, tokens_of
 from .softmax_sums import LOG2_E, add
 from .warpgroups import barriers_of, has_warpgroups
 
 mbarrier = hopper.mbarrier
 
 _ROWS = gl.constexpr(PROMPT_ROWS // 2)  # of a warpgroup
-_SUMS = gl.constexpr(8)  # columns of a product with ones: the fewest that a warpgroup can do
 
 
 class Variant(NamedTuple):
@@ -44,21 +53,25 @@ class Variant(NamedTuple):
         return Variant(*of_layer, window is not None, sinks is not None)
 
 
-# Variants that do not work on this machine; `prompt_trial` finds them out.
+# Variants that do not work on this machine; `attention_trial` finds them out.
 failed: set[Variant] = set()
 
 
 def is_for(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None, sinks: Tensor | None
 ) -> bool:
-    """Whether it computes prompts of such layers."""
-    page_size, _, head_dim = k_cache.shape[1:]
+    """Whether it computes prompts of such layers, and `few_rows_attention` those of large heads."""
+    page_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    group = query.shape[1] // num_kv_heads
     return (
         has_warpgroups(query.device)
         and query.dtype in (torch.bfloat16, torch.float16)
         and k_cache.dtype in (query.dtype, torch.float8_e4m3fn)
         and k_cache.shape == v_cache.shape
-        and (head_dim in (64, 128) or (head_dim == 256 and k_cache.dtype == query.dtype))
+        and (
+            head_dim in (64, 128)
+            or (head_dim == 256 and k_cache.dtype == query.dtype and group <= FEW_ROWS)
+        )
         and page_size in (8, 16, 32, 64, 128, 256)
         and k_cache.is_contiguous()
         and v_cache.is_contiguous()
@@ -128,41 +141,6 @@ def prompt_attention(
 
 
 @gluon.jit
-def _weights_of(
-    logits, start, position, first_position, last_position, best, factor, window,
-    LOGITS: gl.constexpr, HAS_WINDOW: gl.constexpr,
-):  # fmt: skip
-    """A block's weights, the new maximum, and what the sums so far are to be multiplied with."""
-    is_masked = start + BLOCK > first_position + 1
-    if HAS_WINDOW:
-        is_masked |= start <= last_position - window
-    if is_masked:
-        n = start + gl.arange(0, BLOCK, gl.SliceLayout(0, LOGITS))[None, :]
-        visible = n <= position[:, None]
-        if HAS_WINDOW:
-            visible &= n > position[:, None] - window
-        logits = gl.where(visible, logits, float("-inf"))
-    new_best = gl.maximum(best, gl.max(logits, 1) * factor)
-    # A row that has seen nothing yet has -inf; subtracting that would give NaN.
-    shift = gl.where(new_best > float("-inf"), new_best, 0.0)
-    weights = gl.exp2(gl.fma(logits, factor, -shift[:, None]))
-    return weights, new_best, gl.exp2(best - shift)
-
-
-@gluon.jit
-def _without_strangers(tile, start, begin, end, LOADED: gl.constexpr):
-    """Zero the values of tokens that no row sees: 0 times NaN would be NaN.
-
-    Both warpgroups do, which is harmless.
-    """
-    if (start < begin) | (start + BLOCK > end):
-        n = start + gl.arange(0, BLOCK, gl.SliceLayout(1, LOADED))
-        is_seen = (n >= begin) & (n < end)
-        tile.store(gl.where(is_seen[:, None], tile.load(LOADED), 0.0))
-        hopper.fence_async_shared()
-
-
-@gluon.jit
 def _attend(
     WHICH: gl.constexpr, rows, work, queries, ones, tiles, has, free,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
@@ -170,7 +148,7 @@ def _attend(
 ):  # fmt: skip
     """The first or second 64 rows of all items. One warpgroup."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    TOTAL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SUMS, 16])
+    TOTAL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
@@ -204,7 +182,7 @@ def _attend(
             m = WHICH * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LOGITS))
             position = first_position + m // GROUP
             best = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
-            total = gl.zeros([_ROWS, _SUMS], gl.float32, TOTAL)
+            total = gl.zeros([_ROWS, SUMS], gl.float32, TOTAL)
             acc = gl.zeros([_ROWS, DIM], gl.float32, ACC)
             # Sums of the splits before the present one.
             past_best = gl.full([_ROWS], float("-inf"), gl.float32, ROW)
@@ -217,7 +195,7 @@ def _attend(
             keys = k_tiles.index(stage).permute((1, 0))
             logits = hopper.warpgroup_mma(query_tile, keys, no_logits, use_acc=False)
             mbarrier.arrive(keys_free.index(stage), count=1)
-            weights, best, decay = _weights_of(
+            weights, best, decay = weights_of(
                 logits, first, position, first_position, end - 1, best, factor, window,
                 LOGITS, HAS_WINDOW,
             )  # fmt: skip
@@ -234,15 +212,14 @@ def _attend(
                 )
                 mbarrier.wait(has_values.index(last_stage), last_phase)
                 if HAS_WINDOW:
-                    _without_strangers(v_tiles.index(last_stage), start - BLOCK, begin, end, LOADED)
-                left = gl.convert_layout(rounded, gl.DotOperandLayout(0, ACC, 2))
-                left_t = gl.convert_layout(rounded, gl.DotOperandLayout(0, TOTAL, 2))
-                acc = hopper.warpgroup_mma(left, v_tiles.index(last_stage), acc, is_async=True)
-                total = hopper.warpgroup_mma(left_t, ones.permute((1, 0)), total, is_async=True)
+                    without_strangers(v_tiles.index(last_stage), start - BLOCK, begin, end, LOADED)
+                acc, total, left, left_t = add_values(
+                    rounded, v_tiles.index(last_stage), ones, acc, total, ACC, TOTAL
+                )
                 logits = hopper.warpgroup_mma_wait(2, deps=[logits])
                 mbarrier.arrive(keys_free.index(stage), count=1)
                 is_new = start >= next_split
-                weights, new_best, decay = _weights_of(
+                weights, new_best, decay = weights_of(
                     logits, start, position, first_position, end - 1,
                     gl.where(is_new, float("-inf"), best), factor, window, LOGITS, HAS_WINDOW,
                 )  # fmt: skip
@@ -265,11 +242,10 @@ def _attend(
                 rounded = weights.to(dtype)
             mbarrier.wait(has_values.index(stage), phase)
             last = (end - 1) // BLOCK * BLOCK
-            _without_strangers(v_tiles.index(stage), last, begin, end, LOADED)
-            left = gl.convert_layout(rounded, gl.DotOperandLayout(0, ACC, 2))
-            left_t = gl.convert_layout(rounded, gl.DotOperandLayout(0, TOTAL, 2))
-            acc = hopper.warpgroup_mma(left, v_tiles.index(stage), acc, is_async=True)
-            total = hopper.warpgroup_mma(left_t, ones.permute((1, 0)), total, is_async=True)
+            without_strangers(v_tiles.index(stage), last, begin, end, LOADED)
+            acc, total, left, left_t = add_values(
+                rounded, v_tiles.index(stage), ones, acc, total, ACC, TOTAL
+            )
             acc, total, left, left_t = hopper.warpgroup_mma_wait(0, deps=[acc, total, left, left_t])
             mbarrier.arrive(values_free.index(stage), count=1)
             block += 1
@@ -324,7 +300,7 @@ def _prompt_attention_kernel(
     PART: gl.constexpr = min(PAGE, BLOCK)
     num_items = gl.load(num_items_ptr) * NUM_KV_HEADS
     queries = gl.allocate_shared_memory(dtype, [2, _ROWS, DIM], TILE)
-    ones = gl.allocate_shared_memory(dtype, [_SUMS, BLOCK], TILE)
+    ones = gl.allocate_shared_memory(dtype, [SUMS, BLOCK], TILE)
     ones.store(gl.full(ones.shape, 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
     # A tile is made up of parts, as they are copied.
     NUM: gl.constexpr = STAGES * (DIM // 64) * (BLOCK // PART)

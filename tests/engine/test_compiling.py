@@ -57,7 +57,7 @@ def test_prompts_are_tried_by_their_kernel_where_pages_are_bound(
 ) -> None:
     """Before anything needs it, and for each kind of layer that may take it."""
     tried: list[tuple[object, ...]] = []
-    monkeypatch.setattr(attention, "try_prompt_attention", lambda *args: tried.append(args))
+    monkeypatch.setattr(attention, "try_warpgroup_attention", lambda *args: tried.append(args))
     layer = attention.PagedAttention(4, 2, 64, 64, 0.125, window=9)
     bind = partial(layer.bind_pages, 1, 16, torch.float16, DEVICE, torch.bfloat16)
     bind()
@@ -92,7 +92,7 @@ def test_prompts_are_tried_by_their_kernel_where_kernels_run(
         assert args in tried or not is_compiling
         tried.add(args)
 
-    monkeypatch.setattr(attention, "try_prompt_attention", try_kernel)
+    monkeypatch.setattr(attention, "try_warpgroup_attention", try_kernel)
     monkeypatch.setattr(proof, "compile_together", call_all)
     load_network(ModelConfig(path=str(tiny_model("mistral")), dtype="float32"), DEVICE)
     assert tried

@@ -3,6 +3,7 @@
 import importlib
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -353,6 +354,76 @@ def test_every_kind_of_prompt_fits_a_hopper_gpu(
     assert ("warp_specialize" in kernels[-1].asm["ttgir"]) == HAS_GLUON
     assert kernels[-1].metadata.shared <= machine_code.H100.shared_bytes
     check(kernels[-1:])
+
+
+def few_rows(
+    heads: tuple[int, int, int],
+    window: int | None = None,
+    has_sinks: bool = False,
+    softcap: float | None = None,
+    page: int = 16,
+    cache: torch.dtype = torch.bfloat16,
+    *,
+    causal: bool = True,
+) -> None:
+    """Verifications of four rows, in two sequences."""
+    num_heads, num_kv_heads, head_dim = heads
+    begins, lens = empty(3, dtype=torch.int32), empty(2, dtype=torch.int64)
+    items = list_items(
+        begins, lens, lens, 8, num_kv_heads, num_heads // num_kv_heads, 8192, batch_invariant=True
+    )
+    pages = empty(9, page, num_kv_heads, head_dim, dtype=cache)
+    table = empty(2, 8192 // page, dtype=torch.int32)
+    query, sinks = empty(8, num_heads, head_dim), empty(num_heads) if has_sinks else None
+    paged_attention(query, pages, pages, items, table, 1.0, window, softcap, sinks, causal=causal)
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
+@pytest.mark.parametrize(
+    ("heads", "window", "has_sinks", "page"),
+    [
+        ((24, 4, 256), None, False, 16),  # Qwen3.6-27B
+        deep((16, 2, 256), None, False, 16),  # Qwen3.6-35B-A3B
+        deep((8, 4, 256), 1024, False, 16),
+        deep((8, 1, 256), 512, True, 64),
+        deep((64, 1, 256), None, True, 8),
+    ],
+)
+def test_few_rows_of_large_heads_fit_a_hopper_gpu(
+    heads: tuple[int, int, int], window: int | None, has_sinks: bool, page: int
+) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        few_rows(heads, window, has_sinks, page=page)
+    *_, rows, merging = kernels
+    assert rows.metadata.name == "_few_rows_attention_kernel"
+    assert rows.metadata.shared <= machine_code.H100.shared_bytes
+    check([rows])
+    assert merging.metadata.name == "_merge_parts_kernel"
+    loads, sums = machine_code.disassembled(merging).split("BAR.SYNC")
+    # A part's sums, in pairs, and its state: of eight splits, all at once.
+    assert len(re.findall(r"\bLDG\.E\.64\b", loads)) == 8
+    assert "LDG.E.64" not in sums
+    assert "MUFU.EX2" not in loads
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
+@pytest.mark.parametrize(
+    "launch",
+    [
+        partial(few_rows, (32, 8, 128)),
+        partial(few_rows, (128, 1, 256)),  # too many query heads for a warpgroup
+        partial(few_rows, (16, 2, 256), softcap=5.0),
+        partial(few_rows, (16, 2, 256), page=5),
+        partial(few_rows, (16, 2, 256), cache=torch.float8_e4m3fn),
+        partial(few_rows, (16, 2, 256), causal=False),
+    ],
+)
+def test_other_few_rows_take_the_kernel_of_other_gpus(launch: Callable[[], None]) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        launch()
+    assert kernels[-1].metadata.name == "_paged_attention_kernel"
+    assert kernels[-1].metadata.shared <= machine_code.H100.shared_bytes
 
 
 def test_only_a_hopper_gpu_takes_its_kernel_for_prompts() -> None:

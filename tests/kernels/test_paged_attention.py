@@ -81,6 +81,16 @@ def test_splits_of_long_sequences_are_merged(
         check(LONG, 6, 2, 40, 24, window, None, with_sinks, batch_invariant=batch_invariant)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("mask", [(None, None, False), (300, None, True), (None, 5.0, True)])
+@pytest.mark.parametrize("rows", [1, 4, 5, 16])
+def test_few_rows_of_large_heads(rows: int, mask: tuple[int | None, float | None, bool]) -> None:
+    batch = [(rows, 600), (rows, 0), (rows, 510)]
+    for batch_invariant in (False, True):
+        check(batch, 6, 1, 256, 256, *mask, DTYPE, batch_invariant)
+
+
 # Blocks of drafts: of one row, of more than an item holds, over a border of splits, the first rows.
 BLOCKS = [(1, 40), (17, 30), (8, 250), (5, 0)]
 

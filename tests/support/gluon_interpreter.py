@@ -22,10 +22,12 @@ from torch import Tensor
 
 from outrider.kernels import dependent_launch
 from outrider.kernels.model import (
+    attention_blocks,
+    attention_parts,
     block_scaled_product,
+    few_rows_attention,
     few_rows_product,
     prompt_attention,
-    prompt_blocks,
     silu_mul,
     softmax_sums,
     state_warpgroups,
@@ -37,7 +39,9 @@ from outrider.kernels.model import (
 _MODULES = {
     name: [dict(vars(module)) for module in (*others, warpgroups, own)]
     for name, own, *others in (
-        ("_prompt_attention_kernel", prompt_attention, softmax_sums, prompt_blocks),
+        ("_prompt_attention_kernel", prompt_attention, softmax_sums, attention_blocks),
+        ("_few_rows_attention_kernel", few_rows_attention, attention_blocks, dependent_launch),
+        ("_merge_parts_kernel", attention_parts, softmax_sums, dependent_launch),
         ("_block_scaled_kernel", block_scaled_product, silu_mul, tiles),
         ("_few_rows_kernel", few_rows_product, silu_mul, dependent_launch),
         ("_cell_by_cell_kernel", state_warpgroups),
@@ -439,15 +443,18 @@ def _language(program: Program) -> Any:
         SwizzledSharedLayout=layout,
         static_range=range,
         pointer_type=lambda dtype: dtype,
-        program_id=lambda axis: program.place[axis],
+        program_id=lambda axis: torch.tensor(program.place[axis]),
         num_programs=lambda axis: program.grid[axis],
         allocate_shared_memory=allocate,
         warp_specialize=program.warp_specialize,
+        debug_barrier=lambda: None,
         load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
         store=lambda pointer, value, mask=None: pointer.store(value, mask),
-        arange=lambda first, end, layout: torch.arange(first, end, dtype=torch.int32),
-        zeros=lambda shape, dtype, layout: torch.zeros(*shape, dtype=dtype),
-        full=lambda shape, value, dtype, layout: torch.full(tuple(shape), value, dtype=dtype),
+        arange=lambda first, end, layout=None: torch.arange(first, end, dtype=torch.int32),
+        zeros=lambda shape, dtype, layout=None: torch.zeros(*shape, dtype=dtype),
+        full=lambda shape, value, dtype, layout=None: torch.full(
+            tuple(shape), float(value), dtype=dtype
+        ),
         where=lambda which, a, b: torch.where(torch.as_tensor(which), a, b),
         max=lambda x, axis: x.amax(axis),
         maximum=maximum,

@@ -1,6 +1,7 @@
-"""Keys and values of a prompt's attention, block by block, in the shared memory of a Hopper GPU.
+"""Keys and values of attention, block by block, in the shared memory of a Hopper GPU.
 
-For the warps of `prompt_attention` that load while others compute.
+Some warps of a program load them, and warpgroups compute with them meanwhile: in `prompt_attention`
+and `few_rows_attention`.
 """
 
 from ..triton_or_none import gl, gluon, hopper
@@ -10,6 +11,7 @@ from .fp8 import from_e4m3
 mbarrier, tma = hopper.mbarrier, hopper.tma
 
 BLOCK = gl.constexpr(64)  # tokens
+SUMS = gl.constexpr(8)  # columns of a product with ones: the fewest that a warpgroup can do
 AHEAD = gl.constexpr(2)  # blocks in FP8 that are on their way
 
 
@@ -33,7 +35,7 @@ def tokens_of(item_ptr, window, HAS_WINDOW: gl.constexpr):
 
 
 @gluon.jit
-def _copy(
+def copy_block(
     cache, parts, barrier, stage, pages_ptr, start, end, column,
     DIM: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
@@ -96,7 +98,7 @@ def load_blocks(
                             )  # fmt: skip
                     if i < num_blocks:
                         for which in gl.static_range(2):
-                            _copy(
+                            copy_block(
                                 caches[which], parts[which], copied[which].index(slot), slot,
                                 pages_ptr, first + i * BLOCK, end, column, DIM, PAGE,
                             )  # fmt: skip
@@ -105,8 +107,58 @@ def load_blocks(
                     stage, phase = (block + i) % STAGES, (block + i) // STAGES & 1
                     for which in gl.static_range(2):
                         mbarrier.wait(free[which].index(stage), phase ^ 1)
-                        _copy(
+                        copy_block(
                             caches[which], parts[which], has[which].index(stage), stage,
                             pages_ptr, first + i * BLOCK, end, column, DIM, PAGE,
                         )  # fmt: skip
             block += num_blocks
+
+
+@gluon.jit
+def weights_of(
+    logits, start, position, first_position, last_position, best, factor, window,
+    LOGITS: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """A block's weights, the new maximum, and what the sums so far are to be multiplied with."""
+    is_masked = start + BLOCK > first_position + 1
+    if HAS_WINDOW:
+        is_masked |= start <= last_position - window
+    if is_masked:
+        n = start + gl.arange(0, BLOCK, gl.SliceLayout(0, LOGITS))[None, :]
+        visible = n <= position[:, None]
+        if HAS_WINDOW:
+            visible &= n > position[:, None] - window
+        logits = gl.where(visible, logits, float("-inf"))
+    new_best = gl.maximum(best, gl.max(logits, 1) * factor)
+    # A row that has seen nothing yet has -inf; subtracting that would give NaN.
+    shift = gl.where(new_best > float("-inf"), new_best, 0.0)
+    weights = gl.exp2(gl.fma(logits, factor, -shift[:, None]))
+    return weights, new_best, gl.exp2(best - shift)
+
+
+@gluon.jit
+def without_strangers(tile, start, begin, end, LOADED: gl.constexpr):
+    """Zero the values of tokens that no row sees: 0 times NaN would be NaN.
+
+    If several warpgroups do, that is harmless.
+    """
+    if (start < begin) | (start + BLOCK > end):
+        n = start + gl.arange(0, BLOCK, gl.SliceLayout(1, LOADED))
+        is_seen = (n >= begin) & (n < end)
+        tile.store(gl.where(is_seen[:, None], tile.load(LOADED), 0.0))
+        hopper.fence_async_shared()
+
+
+@gluon.jit
+def add_values(
+    rounded, tile, ones, acc, total, ACC: gl.constexpr, TOTAL: gl.constexpr
+):  # fmt: skip
+    """Start to add a block's weighted values and its weights to the sums.
+
+    Returns these, and the factors, whose registers are read until the warpgroup has waited.
+    """
+    left = gl.convert_layout(rounded, gl.DotOperandLayout(0, ACC, 2))
+    left_t = gl.convert_layout(rounded, gl.DotOperandLayout(0, TOTAL, 2))
+    acc = hopper.warpgroup_mma(left, tile, acc, is_async=True)
+    total = hopper.warpgroup_mma(left_t, ones.permute((1, 0)), total, is_async=True)
+    return acc, total, left, left_t

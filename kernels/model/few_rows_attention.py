@@ -1,0 +1,329 @@
+"""Attention of few rows over large heads on a Hopper GPU: decodes and verifications.
+
+A program has one warpgroup, which computes up to 64 rows, and a warp that copies keys and values
+into shared memory some blocks ahead, over the borders of items. So memory never waits for sums.
+Each item is one split of its rows' tokens, and `merge_parts` adds the splits up.
+
+A row is summed as `prompt_attention` does it, over the same blocks and splits in the same order,
+so its bits are the same.
+"""
+
+import torch
+from torch import Tensor
+
+from .._dispatch import num_programs
+from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
+from ..triton_or_none import TensorDescriptor, gl, gluon, hopper
+from .attention_blocks import (
+    BLOCK,
+    SUMS,
+    add_values,
+    copy_block,
+    item_of,
+    tokens_of,
+    weights_of,
+    without_strangers,
+)
+from .attention_items import FEW_ROWS, WIDTH, AttentionItems, split_of, start_of
+from .attention_parts import merge_parts
+from .softmax_sums import LOG2_E
+from .warpgroups import barriers_of
+
+mbarrier = hopper.mbarrier
+
+HEAD_DIM = 256  # smaller heads of many sequences are faster by `paged_attention`
+
+_ROWS = gl.constexpr(FEW_ROWS)  # the fewest that a warpgroup can do
+_STAGES = 3
+
+
+def few_rows_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    items: AttentionItems,
+    block_table: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `paged_attention`, of rows that are listed as few, over 16-bit pages of layers that
+    `prompt_attention` is for.
+
+    Shape:
+        query: [T, num_heads, dim]
+        k_cache, v_cache: [num_pages, page_size, num_kv_heads, dim]
+        returns: [T, num_heads, dim]
+    """
+    assert items.block_m <= FEW_ROWS
+    num_rows, num_heads, dim = query.shape
+    page_size, num_kv_heads = k_cache.shape[1:3]
+    caches = [
+        TensorDescriptor.from_tensor(
+            cache.view(-1, num_kv_heads * dim),
+            [min(page_size, BLOCK.value), 64],
+            gl.NVMMASharedLayout(128, 16),
+        )
+        for cache in (k_cache, v_cache)
+    ]
+    shape, device = (num_rows, num_heads, items.num_splits), query.device
+    parts = torch.empty(*shape, dim, dtype=torch.float32, device=device)
+    states = torch.empty(*shape, 2, dtype=torch.float32, device=device)
+    seen = torch.empty(num_rows, num_heads, 2, dtype=torch.int32, device=device)
+    grid = min(num_programs(device, 1), len(items.items) * num_kv_heads)
+    _few_rows_attention_kernel[(grid,)](
+        parts,
+        states,
+        seen,
+        query,
+        *caches,
+        block_table,
+        items.items,
+        items.num_items,
+        scale,
+        window or 0,
+        items.num_splits,
+        block_table.stride(0),
+        *query.stride()[:2],
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        DIM=dim,
+        PAGE=page_size,
+        STAGES=_STAGES,
+        HAS_WINDOW=window is not None,
+        num_warps=4,
+        **dependent_launch(device),
+    )
+    return merge_parts(parts, states, seen, sinks, query.dtype)
+
+
+@gluon.jit
+def _tokens_of_split(item_ptr, window, HAS_WINDOW: gl.constexpr):
+    """An item's first token, the end of its tokens, and the first and last split of its rows."""
+    split, unit = gl.load(item_ptr + 4), gl.load(item_ptr + 5)
+    begin, end, _ = tokens_of(item_ptr, window, HAS_WINDOW)
+    first_split = split_of(begin, unit)
+    last_split = split_of(gl.maximum(end - 1, 0), unit)
+    begin = gl.maximum(begin, start_of(split, unit))
+    end = gl.minimum(end, start_of(split + 1, unit))
+    return begin, end, first_split, last_split
+
+
+@gluon.jit
+def _load_blocks(
+    caches, block_table_ptr, block_table_stride, work, parts, has, free,
+    NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """Have the keys and values of all items copied. One warp."""
+    items_ptr, num_items, window = work
+    block = 0
+    for turn in range((num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        item = item_of(turn)
+        if item < num_items:
+            column = item % NUM_KV_HEADS * DIM
+            item_ptr = items_ptr + item // NUM_KV_HEADS * WIDTH
+            pages_ptr = block_table_ptr + gl.load(item_ptr + 3).to(gl.int64) * block_table_stride
+            split, context_len = gl.load(item_ptr + 4), gl.load(item_ptr + 7)
+            begin, end, first_split, last_split = _tokens_of_split(item_ptr, window, HAS_WINDOW)
+            if (split >= first_split) & (split <= last_split):
+                first = begin // BLOCK * BLOCK
+                num_blocks = gl.maximum((end - first + BLOCK - 1) // BLOCK, 1)
+                for i in range(num_blocks):
+                    start = first + i * BLOCK
+                    # What earlier passes stored is copied while the kernel before still runs.
+                    if start + BLOCK > context_len:
+                        wait_for_inputs(DEPENDENT)
+                    stage, phase = (block + i) % STAGES, (block + i) // STAGES & 1
+                    for which in gl.static_range(2):
+                        mbarrier.wait(free[which].index(stage), phase ^ 1)
+                        copy_block(
+                            caches[which], parts[which], has[which].index(stage), stage,
+                            pages_ptr, start, end, column, DIM, PAGE,
+                        )  # fmt: skip
+                block += num_blocks
+
+
+@gluon.jit
+def _attend(
+    rows, sums, work, query_tile, ones, tiles, has, free,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """The rows of all items. One warpgroup."""
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    TOTAL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    k_tiles, v_tiles = tiles
+    has_keys, has_values = has
+    keys_free, values_free = free
+    items_ptr, num_items, window = work
+    query_ptr, query_stride_t, query_stride_h, scale = rows
+    parts_ptr, states_ptr, seen_ptr, num_splits = sums
+    dtype: gl.constexpr = query_ptr.dtype.element_ty
+    factor = scale * LOG2_E
+    no_logits = gl.zeros([_ROWS, BLOCK], gl.float32, LOGITS)
+    wait_for_inputs(DEPENDENT)
+    block = 0
+    for turn in range((num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        item = item_of(turn)
+        if item < num_items:
+            kv_head = item % NUM_KV_HEADS
+            item_ptr = items_ptr + item // NUM_KV_HEADS * WIDTH
+            first_head = kv_head * GROUP
+            first_row, num_rows = gl.load(item_ptr), gl.load(item_ptr + 1)
+            first_position, split = gl.load(item_ptr + 2), gl.load(item_ptr + 4)
+            begin, end, first_split, last_split = _tokens_of_split(item_ptr, window, HAS_WINDOW)
+            last_position = first_position + num_rows - 1
+            if (split >= first_split) & (split <= last_split):
+                m = gl.arange(0, _ROWS, gl.SliceLayout(1, LOADED))
+                row = (first_row + m // GROUP).to(gl.int64) * query_stride_t
+                at = row + (first_head + m % GROUP).to(gl.int64) * query_stride_h
+                d = gl.arange(0, DIM, gl.SliceLayout(0, LOADED))[None, :]
+                is_row = m < num_rows * GROUP
+                query_tile.store(
+                    gl.load(query_ptr + at[:, None] + d, mask=is_row[:, None], other=0.0)
+                )
+                hopper.fence_async_shared()
+
+                m = gl.arange(0, _ROWS, gl.SliceLayout(1, LOGITS))
+                position = first_position + m // GROUP
+                best = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
+                total = gl.zeros([_ROWS, SUMS], gl.float32, TOTAL)
+                acc = gl.zeros([_ROWS, DIM], gl.float32, ACC)
+
+                first = begin // BLOCK * BLOCK
+                stage, phase = block % STAGES, block // STAGES & 1
+                mbarrier.wait(has_keys.index(stage), phase)
+                keys = k_tiles.index(stage).permute((1, 0))
+                logits = hopper.warpgroup_mma(query_tile, keys, no_logits, use_acc=False)
+                mbarrier.arrive(keys_free.index(stage), count=1)
+                weights, best, decay = weights_of(
+                    logits, first, position, first_position, last_position, best, factor, window,
+                    LOGITS, HAS_WINDOW,
+                )  # fmt: skip
+                rounded = weights.to(dtype)
+                for start in range(first + BLOCK, end, BLOCK):
+                    # Logits of this block, while the one before is added to the sums.
+                    last_stage, last_phase = stage, phase
+                    block += 1
+                    stage, phase = block % STAGES, block // STAGES & 1
+                    mbarrier.wait(has_keys.index(stage), phase)
+                    keys = k_tiles.index(stage).permute((1, 0))
+                    logits = hopper.warpgroup_mma(
+                        query_tile, keys, no_logits, use_acc=False, is_async=True
+                    )
+                    mbarrier.wait(has_values.index(last_stage), last_phase)
+                    if HAS_WINDOW:
+                        without_strangers(
+                            v_tiles.index(last_stage), start - BLOCK, begin, end, LOADED
+                        )
+                    acc, total, left, left_t = add_values(
+                        rounded, v_tiles.index(last_stage), ones, acc, total, ACC, TOTAL
+                    )
+                    logits = hopper.warpgroup_mma_wait(2, deps=[logits])
+                    mbarrier.arrive(keys_free.index(stage), count=1)
+                    weights, best, decay = weights_of(
+                        logits, start, position, first_position, last_position, best, factor,
+                        window, LOGITS, HAS_WINDOW,
+                    )  # fmt: skip
+                    # A branch, whose outcome is known: else the assembler would move the making of
+                    # the weights behind the wait for the sums.
+                    mbarrier.wait(has_values.index(last_stage), last_phase)
+                    acc, total, left, left_t, weights = hopper.warpgroup_mma_wait(
+                        0, deps=[acc, total, left, left_t, weights]
+                    )
+                    mbarrier.arrive(values_free.index(last_stage), count=1)
+                    acc *= gl.convert_layout(decay, ROW)[:, None]
+                    total *= gl.convert_layout(decay, gl.SliceLayout(1, TOTAL))[:, None]
+                    rounded = weights.to(dtype)
+                mbarrier.wait(has_values.index(stage), phase)
+                last = gl.maximum(first, (end - 1) // BLOCK * BLOCK)
+                without_strangers(v_tiles.index(stage), last, begin, end, LOADED)
+                acc, total, left, left_t = add_values(
+                    rounded, v_tiles.index(stage), ones, acc, total, ACC, TOTAL
+                )
+                acc, total, left, left_t = hopper.warpgroup_mma_wait(
+                    0, deps=[acc, total, left, left_t]
+                )
+                mbarrier.arrive(values_free.index(stage), count=1)
+                block += 1
+
+                m = gl.arange(0, _ROWS, ROW)
+                head = first_head + m % GROUP
+                out_row = (first_row + m // GROUP).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head
+                is_row = m < num_rows * GROUP
+                part = out_row * num_splits + split
+                d = gl.arange(0, DIM, gl.SliceLayout(0, ACC))[None, :]
+                gl.store(parts_ptr + (part * DIM)[:, None] + d, acc, mask=is_row[:, None])
+                state_ptr = states_ptr + part * 2
+                gl.store(state_ptr, gl.convert_layout(best, ROW), mask=is_row)
+                gl.store(state_ptr + 1, gl.convert_layout(gl.max(total, 1), ROW), mask=is_row)
+                if split == last_split:
+                    of_row = seen_ptr + out_row * 2
+                    gl.store(of_row, gl.full([_ROWS], first_split, gl.int32, ROW), mask=is_row)
+                    gl.store(of_row + 1, gl.full([_ROWS], last_split, gl.int32, ROW), mask=is_row)
+
+
+@gluon.jit(do_not_specialize=["window", "num_splits", "block_table_stride"])
+def _few_rows_attention_kernel(
+    parts_ptr,  # [T, num_heads, num_splits, DIM]
+    states_ptr,  # [T, num_heads, num_splits, 2]
+    seen_ptr,  # [T, num_heads, 2]
+    query_ptr,  # [T, num_heads, DIM]
+    k_cache,  # [num_pages * PAGE, num_kv_heads * DIM]: a descriptor
+    v_cache,
+    block_table_ptr,  # [num_slots, pages]
+    items_ptr,  # [most items possible, WIDTH]
+    num_items_ptr,  # [1]
+    scale,
+    window,
+    num_splits,  # the most splits of a row
+    block_table_stride,
+    query_stride_t,
+    query_stride_h,
+    NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    PAGE: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """Each program strides over the items."""
+    start_next_kernel(DEPENDENT)
+    dtype: gl.constexpr = query_ptr.dtype.element_ty
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    PART: gl.constexpr = min(PAGE, BLOCK)
+    num_items = gl.load(num_items_ptr) * NUM_KV_HEADS
+    query_tile = gl.allocate_shared_memory(dtype, [_ROWS, DIM], TILE)
+    ones = gl.allocate_shared_memory(dtype, [SUMS, BLOCK], TILE)
+    ones.store(gl.full(ones.shape, 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
+    # A tile is made up of parts, as they are copied.
+    NUM: gl.constexpr = STAGES * (DIM // 64) * (BLOCK // PART)
+    k_parts = gl.allocate_shared_memory(dtype, [NUM, PART, 64], TILE)
+    v_parts = gl.allocate_shared_memory(dtype, [NUM, PART, 64], TILE)
+    tiles = (
+        k_parts._reinterpret(dtype, [STAGES, BLOCK, DIM], TILE),
+        v_parts._reinterpret(dtype, [STAGES, BLOCK, DIM], TILE),
+    )
+    has = (barriers_of(STAGES, 1), barriers_of(STAGES, 1))
+    free = (barriers_of(STAGES, 1), barriers_of(STAGES, 1))
+    hopper.fence_async_shared()
+    work = (items_ptr, num_items, window)
+    rows = (query_ptr, query_stride_t, query_stride_h, scale)
+    sums = (parts_ptr, states_ptr, seen_ptr, num_splits)
+    gl.warp_specialize(
+        [
+            (_attend, (
+                rows, sums, work, query_tile, ones, tiles, has, free,
+                NUM_KV_HEADS, GROUP, DIM, STAGES, HAS_WINDOW, DEPENDENT)),
+            (_load_blocks, (
+                (k_cache, v_cache), block_table_ptr, block_table_stride, work, (k_parts, v_parts),
+                has, free, NUM_KV_HEADS, DIM, PAGE, STAGES, HAS_WINDOW, DEPENDENT)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

@@ -1,0 +1,162 @@
+"""The kernel of few rows over large heads for Hopper GPUs: every row sees its tokens, its splits
+are merged, and no warp waits for ever. On a CPU it runs in plain torch.
+"""
+
+import pytest
+import torch
+from grids import pairwise
+from random_tensors import normals
+from torch import Tensor
+from verification import DEVICE
+
+from outrider.kernels._dispatch import INTERPRET
+from outrider.kernels.model import attention_parts
+from outrider.kernels.model import few_rows_attention as module
+from outrider.kernels.model.few_rows_attention import few_rows_attention
+from outrider.kernels.model.warpgroups import has_warpgroups
+from outrider.kernels.triton_or_none import HAS_GLUON
+
+if HAS_GLUON:
+    from gluon_interpreter import Kernel
+    from warpgroup_attention import (
+        Layer,
+        exact,
+        list_few_rows,
+        random_pages,
+    )
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRET, reason="it does not run in Triton's interpreter"),
+    pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon"),
+    pytest.mark.skipif(
+        DEVICE.type == "cuda" and not has_warpgroups(DEVICE), reason="needs a Hopper GPU"
+    ),
+]
+interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="there the kernel itself runs")
+
+# Decodes, verifications, the first row, padding, rows without tokens, rows that end a split and
+# rows of which some begin one.
+BATCH = [(1, 90), (4, 600), (1, 0), (0, 0), (2, -2), (5, 62), (3, 126), (9, 380)]
+UNIT = 128
+NO_UNIT = 1 << 30
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> "Kernel":
+    """Have the kernels run in plain torch, where there is no GPU."""
+    kernel = Kernel(num_programs=3, seed=seed, name="_few_rows_attention_kernel")
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(module, "_few_rows_attention_kernel", kernel)
+        merging = Kernel(None, name="_merge_parts_kernel")
+        monkeypatch.setattr(attention_parts, "_merge_parts_kernel", merging)
+    monkeypatch.setattr(module, "num_programs", lambda *_: 3)
+    return kernel
+
+
+def check(
+    layer: "Layer",
+    page_size: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    window: int | None = None,
+    has_sinks: bool = False,
+    num_splits: int = 5,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> None:
+    interpret(monkeypatch, seed)
+    randn = normals(seed + layer.head_dim, torch.float32)
+    num_rows = sum(rows for rows, _ in BATCH)
+    pages = random_pages(BATCH, layer, page_size, dtype, window, None, seed)
+    # Heads before rows in memory, and rows that nobody has at the end.
+    query = randn(layer.num_heads, num_rows + 2, layer.head_dim).to(dtype).transpose(0, 1)
+    sinks = randn(layer.num_heads).to(dtype) if has_sinks else None
+    scale = layer.head_dim**-0.5
+    items = list_few_rows(BATCH, layer.group, UNIT if num_splits > 1 else NO_UNIT, num_splits)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", empty)
+        got = few_rows_attention(
+            query, pages.k_cache, pages.v_cache, items, pages.table, scale, window, sinks
+        )
+    first_row = 0
+    for (rows, context), (key, value) in zip(BATCH, pages.own, strict=True):
+        own = got[first_row : first_row + rows].float()
+        if context < 0:
+            assert not own.any()
+        else:
+            own_query = query[first_row : first_row + rows].float()
+            expected = exact(own_query, key, value, scale, window, sinks)
+            torch.testing.assert_close(own, expected, rtol=0.02, atol=0.03)
+        first_row += rows
+
+
+def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory as it may be found."""
+    if dtype.is_floating_point:
+        return torch.full(shape, torch.nan, dtype=dtype, device=device)
+    extremes = torch.tensor([1 << 30, -(1 << 30)], dtype=dtype, device=device)
+    return extremes[torch.randint(2, shape, device=device)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "page_size", "window", "has_sinks", "num_splits", "dtype"),
+    pairwise(
+        [(6, 1, 256), (4, 2, 128), (8, 1, 256), (4, 2, 256), (2, 1, 64)],
+        [16, 8, 64, 256],
+        [None, 1, 70, 128],
+        [False, True],
+        [5, 1],
+        [torch.bfloat16, torch.float16],
+    ),
+)
+def test_rows_see_their_tokens(
+    layer: tuple[int, int, int],
+    page_size: int,
+    window: int | None,
+    has_sinks: bool,
+    num_splits: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check(
+        Layer(*layer), page_size, monkeypatch, window=window, has_sinks=has_sinks,
+        num_splits=num_splits, dtype=dtype,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_warps_and_copies_gives_the_same(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(Layer(6, 1, 256), 16, monkeypatch, seed=seed)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_parts_are_added_in_order(has_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 splits, more than are loaded at once, each row sees some."""
+    interpret(monkeypatch)
+    num_rows, num_heads, num_splits, dim = 5, 2, 20, 64
+    randn = normals(0, torch.float32)
+    parts = randn(num_rows, num_heads, num_splits, dim)
+    states = torch.stack((3 * randn(*parts.shape[:3]), randn(*parts.shape[:3]).abs()), 3)
+    seen = torch.tensor([[0, 19], [3, 3], [11, 18], [12, 19], [0, 7]], dtype=torch.int32)
+    for row, (first, last) in enumerate(seen.tolist()):
+        is_seen = torch.zeros(num_splits, dtype=torch.bool)
+        is_seen[first : last + 1] = True
+        parts[row, :, ~is_seen.to(DEVICE)] = torch.nan
+        states[row, :, ~is_seen.to(DEVICE)] = torch.nan
+    seen = seen[:, None].expand(-1, num_heads, -1).contiguous().to(DEVICE)
+    sinks = randn(num_heads) if has_sinks else None
+    got = attention_parts.merge_parts(parts, states, seen, sinks, torch.float32)
+    for row in range(num_rows):
+        first, last = seen[row, 0].tolist()
+        best, total, acc = torch.full((num_heads,), -torch.inf), torch.zeros(num_heads), 0.0
+        best, total = best.to(DEVICE), total.to(DEVICE)
+        adds = [(*states[row, :, i].unbind(1), parts[row, :, i]) for i in range(first, last + 1)]
+        if sinks is not None:
+            adds.append((sinks * 1.4426950408889634, torch.ones_like(sinks), parts.new_zeros(dim)))
+        for part_best, part_total, part in adds:
+            new_best = torch.maximum(best, part_best)
+            decay, part_decay = torch.exp2(best - new_best), torch.exp2(part_best - new_best)
+            best, total = new_best, total * decay + part_total * part_decay
+            acc = acc * decay[:, None] + part * part_decay[:, None]
+        torch.testing.assert_close(got[row], acc / total[:, None], rtol=1e-5, atol=1e-5)
