@@ -110,16 +110,27 @@ def _start(WHICH: gl.constexpr, step, tiles, has, STAGES: gl.constexpr, ACC: gl.
 
 
 @gluon.jit
-def _scales(scales_at, group, scale_stride, is_row, GATED: gl.constexpr, ACC: gl.constexpr):
-    """By which a group's sums are multiplied."""
+def _scales(scales_at, group, scale_stride, is_row, GATED: gl.constexpr):
+    """Those of a group: of its rows, of the matrix and, if gated, of `up`."""
     x_scale_at, scale_at, up_at = scales_at
     x_scale = gl.load(x_scale_at + group, mask=is_row, other=0.0)
-    scale = (x_scale * gl.load(scale_at + group * scale_stride).to(gl.float32))[:, None]
+    scale = gl.load(scale_at + group * scale_stride).to(gl.float32)
+    up = scale
     if GATED:
-        up = (x_scale * gl.load(up_at + group * scale_stride).to(gl.float32))[:, None]
+        up = gl.load(up_at + group * scale_stride).to(gl.float32)
+    return x_scale, scale, up
+
+
+@gluon.jit
+def _add(total, sums, scales, GATED: gl.constexpr, ACC: gl.constexpr):
+    """A group's sums, scaled, to those before."""
+    x_scale, scale, up = scales
+    scale = (x_scale * scale)[:, None]
+    if GATED:
+        up = (x_scale * up)[:, None]
         i = gl.arange(0, _OUTS, gl.SliceLayout(0, ACC))[None, :]
         scale = gl.where(i < _HALF, scale, up)
-    return scale
+    return gl.fma(sums, scale, total)
 
 
 @gluon.jit
@@ -130,16 +141,18 @@ def _share(
     """Products over the groups from `first` on: one is under way while that before is scaled."""
     total = gl.zeros([_ROWS, _OUTS], gl.float32, ACC)
     for group in range(first, first + num_groups, 2):
-        scale_a = _scales(scales_at, group, scale_stride, is_row, GATED, ACC)
-        scale_b = _scales(scales_at, group + 1, scale_stride, is_row, GATED, ACC)
+        # They are multiplied after the products begin: a warp would wait for them before, and
+        # nothing be under way.
+        scales_a = _scales(scales_at, group, scale_stride, is_row, GATED)
+        scales_b = _scales(scales_at, group + 1, scale_stride, is_row, GATED)
         a = _start(WHICH, step, tiles, has, STAGES, ACC)
         b = _start(WHICH, step + 1, tiles, has, STAGES, ACC)
         a = hopper.warpgroup_mma_wait(1, deps=[a])
         mbarrier.arrive(free.index(step % STAGES), count=1)
-        total = gl.fma(a, scale_a, total)
+        total = _add(total, a, scales_a, GATED, ACC)
         b, total = hopper.warpgroup_mma_wait(0, deps=[b, total])
         mbarrier.arrive(free.index((step + 1) % STAGES), count=1)
-        total = gl.fma(b, scale_b, total)
+        total = _add(total, b, scales_b, GATED, ACC)
         step += 2
     return total, step
 
@@ -153,8 +166,8 @@ def _multiply(
     """The first or second 64 rows of all tiles. One warpgroup."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _OUTS, 32])
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    # A thread of ACC has a gate's sums and those of its `up`.
-    WHOLE: gl.constexpr = ACC if GATED else STORED
+    # A thread of ACC has a gate's sums and those of its `up`, and keeps its sums between shares.
+    WHOLE: gl.constexpr = ACC if GATED or SPLITS > 1 else STORED
     OUTS: gl.constexpr = _HALF if GATED else _OUTS
     out_ptr, x_scale_ptr, scale_ptr, bias_ptr = pointers
     num_m, num_n = gl.cdiv(num_rows, 2 * _ROWS), gl.cdiv(num_out, OUTS)
@@ -179,16 +192,19 @@ def _multiply(
         n = (first_out + gl.arange(0, OUTS, gl.SliceLayout(0, STORED)))[None, :]
         out_at = out_ptr + m.to(gl.int64) * num_out + n
         mask = (m < num_rows) & (n < num_out)
-        if ADDS:
+        if ADDS and SPLITS == 1:
             total += gl.load(out_at, mask=mask, other=0.0).to(gl.float32)
-        if SPLITS > 1:
-            for each in range(1, SPLITS):
-                sums.index(WHICH).store(total)  # registers hold no second sum beside two products
-                more, step = _share(
-                    WHICH, step, each * share, share, tiles, has, free, scales_at, scale_stride,
-                    is_row, STAGES, GATED, ACC,
-                )  # fmt: skip
-                total = sums.index(WHICH).load(WHOLE) + gl.convert_layout(more, WHOLE)
+        for each in gl.static_range(1, SPLITS):
+            sums.index(WHICH).store(total)  # registers hold no second sum beside two products
+            more, step = _share(
+                WHICH, step, each * share, share, tiles, has, free, scales_at, scale_stride, is_row,
+                STAGES, GATED, ACC,
+            )  # fmt: skip
+            total = sums.index(WHICH).load(WHOLE)
+            if ADDS and each == 1:  # to the first share, as few rows do
+                residual = gl.load(out_at, mask=mask, other=0.0)
+                total += gl.convert_layout(residual, WHOLE).to(gl.float32)
+            total += more
         if HAS_BIAS:
             i = gl.arange(0, _OUTS, gl.SliceLayout(0, WHOLE))
             weight_row = first_out + i % OUTS + i // OUTS * num_out
@@ -196,8 +212,9 @@ def _multiply(
             total += bias.to(gl.float32)[None, :]
         if GATED:
             gate, up = gl.split(gl.permute(gl.reshape(total, [_ROWS, 2, _HALF]), (0, 2, 1)))
-            total = gl.convert_layout(silu(gate) * up, STORED)
-        gl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=mask)
+            total = silu(gate) * up
+        total = gl.convert_layout(total.to(out_ptr.dtype.element_ty), STORED)
+        gl.store(out_at, total, mask=mask)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -226,7 +243,7 @@ def _block_scaled_kernel(
     sums = x_tiles  # not used
     if SPLITS > 1:
         sums = gl.allocate_shared_memory(
-            gl.float32, [2, _ROWS, _OUTS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+            gl.float32, [2, _ROWS, _OUTS], gl.SwizzledSharedLayout(8, 1, 16, [1, 0])
         )
     has, free = barriers_of(STAGES, 1), barriers_of(STAGES, 2)  # free of both warpgroups
     hopper.fence_async_shared()

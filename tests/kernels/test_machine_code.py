@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model.attention_items import list_items
+from outrider.kernels.model.block_scaled_product import block_scaled_product
 from outrider.kernels.model.delta_net import delta_net
 from outrider.kernels.model.expert_matrix import RELU_SQUARED, SILU, Activation, ExpertMatrix, Glu
 from outrider.kernels.model.expert_tiles import ExpertTiles
@@ -424,6 +425,27 @@ def test_other_few_rows_take_the_kernel_of_other_gpus(launch: Callable[[], None]
         launch()
     assert kernels[-1].metadata.name == "_paged_attention_kernel"
     assert kernels[-1].metadata.shared <= machine_code.H100.shared_bytes
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
+@pytest.mark.parametrize(
+    ("num_splits", "gated", "adds"), [(1, True, False), deep(1, False, False), (4, False, True)]
+)
+def test_many_rows_do_not_wait_for_scales_of_blocks_in_front_of_a_product(
+    num_splits: int, gated: bool, adds: bool
+) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        codes, scale = empty(512, 1024, dtype=torch.float8_e4m3fn), empty(8, 4, dtype=torch.float32)
+        matrix = NarrowMatrix("fp8", codes, scale, None, 1024, 128, rows=128)
+        x = RowCodes(codes, empty(512, 8, dtype=torch.float32), torch.bfloat16)
+        out = empty(512, 256 if gated else 512)
+        block_scaled_product(out, x, matrix, None, num_splits=num_splits, gated=gated, adds=adds)
+    code = machine_code.disassembled(kernels[0])
+    in_front, first_product, _ = code.partition("QGMMA")
+    assert first_product
+    assert not re.search(r"\bFMUL\b", in_front), "scales are multiplied first"
+    assert not re.search(r"\b(STL|LDL)\b", code), "registers are spilled"
+    assert kernels[0].metadata.shared <= machine_code.H100.shared_bytes
 
 
 def test_only_a_hopper_gpu_takes_its_kernel_for_prompts() -> None:
