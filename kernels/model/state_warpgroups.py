@@ -16,6 +16,7 @@ from .warpgroups import has_warpgroups
 _COLUMNS = gl.constexpr(64)  # of S in a program
 _CELL = gl.constexpr(16)
 _STAGES = 3  # cells that are copied or computed at once
+_FEW_ROWS = 256  # with more in a pass, programs start once the kernel before has ended
 _MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 _MMA_TWO = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 
@@ -48,10 +49,14 @@ def pass_cells_by_warpgroups(
     sizes: dict[str, int],
 ) -> None:
     """As `pass_cells`, for what it `is_for`."""
+    # Where programs start early, a multiprocessor that was free first gets several of them, though
+    # there may be one for each; two take twice as long.
+    is_early = len(out) <= _FEW_ROWS
+    how = dependent_launch(out.device) if is_early else {"DEPENDENT": False}
     grid = out.shape[2] // _COLUMNS.value, out.shape[1], len(starts)
     _cell_by_cell_kernel[grid](
         out, convolved, cells, skip, state, state.stride(0), starts, *sequences, num_tokens,
-        **sizes, STAGES=_STAGES, **dependent_launch(out.device), num_warps=4,
+        **sizes, STAGES=_STAGES, **how, num_warps=4,
     )  # fmt: skip
 
 

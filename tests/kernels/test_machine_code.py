@@ -498,7 +498,7 @@ def routers(num_rows: int) -> None:
     route(logits, Router(6, sigmoid=True, bias=bias, num_groups=8, top_groups=3))
 
 
-def states(heads: StateHeads) -> None:
+def states(heads: StateHeads, num_rows: int = 300) -> None:
     """A prompt's rows, and those of drafts."""
     num_values, num_slots = heads.num_value_heads, 3
     numbers = empty(num_values, dtype=torch.float32)
@@ -512,7 +512,7 @@ def states(heads: StateHeads) -> None:
     rows = BatchRows(tokens, tokens, tokens, tokens, tokens, bounds)
     memory = StateMemory(state, ring, tokens)
     layer = delta_net if heads.corrects else mamba2
-    x = empty(300, heads.num_channels), empty(300, heads.all_scalars)
+    x = empty(num_rows, heads.num_channels), empty(num_rows, heads.all_scalars)
     layer(*x, heads, weights, memory, rows, tokens)
 
 
@@ -560,6 +560,15 @@ def test_warpgroups_wait_for_a_cell_s_products_few_times(launch: Callable[[], No
     check(kernels[2:])
     code = machine_code.disassembled(kernels[2])
     assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code)) <= 4
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
+def test_many_rows_pass_states_once_the_kernel_before_has_ended() -> None:
+    heads = StateHeads(2, 4, 128, 128, num_scalars=2)
+    with machine_code.launches(machine_code.H100) as kernels:
+        states(heads, 256)
+        states(heads, 257)
+    assert [kernel.metadata.launch_pdl for kernel in kernels] == [True] * 5 + [False]
 
 
 def test_only_a_hopper_gpu_passes_states_by_warpgroups() -> None:
