@@ -17,8 +17,6 @@ _COLUMNS = gl.constexpr(64)  # of S in a program
 _CELL = gl.constexpr(16)
 _STAGES = 3  # cells that are copied or computed at once
 _FEW_ROWS = 256  # with more in a pass, programs start once the kernel before has ended
-_MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
-_MMA_TWO = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 
 cp = hopper.async_copy
 
@@ -126,6 +124,8 @@ def _cell_by_cell_kernel(
     CHANNELS: gl.constexpr = 2 * NUM_KEYS + VALUE_HEADS * VALUE_DIM
     CELL_SIZE: gl.constexpr = VALUE_HEADS * (2 * _CELL + 8) * _CELL
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY_DIM, 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _CELL, 16])
+    MMA_TWO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _CELL, 16])
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     MATRICES: gl.constexpr = gl.NVMMASharedLayout(32, 16)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -169,26 +169,26 @@ def _cell_by_cell_kernel(
             s = gl.load(state_ptr + (d * VALUE_DIM + c))
         else:
             s = gl.zeros([_COLUMNS, KEY_DIM], gl.float32, STATE)
-        c = first_column + gl.arange(0, _COLUMNS, gl.SliceLayout(1, _MMA))[:, None]
-        i = gl.arange(0, _CELL, gl.SliceLayout(0, _MMA))[None, :]
+        c = first_column + gl.arange(0, _COLUMNS, gl.SliceLayout(1, MMA))[:, None]
+        i = gl.arange(0, _CELL, gl.SliceLayout(0, MMA))[None, :]
         out_ptr += ((begin - num_before) * VALUE_HEADS + head) * VALUE_DIM
         out_at = i * (VALUE_HEADS * VALUE_DIM) + c
         skip = 0.0
         if skip_ptr is not None:
             skip = gl.load(skip_ptr + head)
-        nothing = gl.zeros([_COLUMNS, _CELL], gl.float32, _MMA)
-        nothing_two = gl.zeros([_COLUMNS, 2 * _CELL], gl.float32, _MMA_TWO)
+        nothing = gl.zeros([_COLUMNS, _CELL], gl.float32, MMA)
+        nothing_two = gl.zeros([_COLUMNS, 2 * _CELL], gl.float32, MMA_TWO)
         stage = 0
         for low in range(0, num_rows, _CELL):
             cp.wait_group(STAGES - 2)
             hopper.fence_async_shared()
-            v = values.index(stage).permute((1, 0)).load(_MMA).to(gl.float32)
-            factor = factors.index(stage).slice(0, 1).load(_MMA)
-            of_q = factors.index(stage).slice(1, 1).load(_MMA)
+            v = values.index(stage).permute((1, 0)).load(MMA).to(gl.float32)
+            factor = factors.index(stage).slice(0, 1).load(MMA)
+            of_q = factors.index(stage).slice(1, 1).load(MMA)
             decay = factors.index(stage).slice(2, 1).slice(0, 1, 1).load(STATE)
             key_tile = keys.index(stage)
             high, rest = halves(s)
-            high, rest = _factor(high, _MMA_TWO), _factor(rest, _MMA_TWO)
+            high, rest = _factor(high, MMA_TWO), _factor(rest, MMA_TWO)
             both = hopper.warpgroup_mma(
                 high, key_tile.permute((1, 0)), nothing_two, use_acc=False, is_async=True
             )
@@ -197,11 +197,11 @@ def _cell_by_cell_kernel(
             both, high, rest = hopper.warpgroup_mma_wait(0, deps=[both, high, rest])
             both = gl.permute(gl.reshape(both, [_COLUMNS, 2, _CELL]), (0, 2, 1))
             of_keys, y = gl.split(both)
-            of_keys, y = gl.convert_layout(of_keys, _MMA), gl.convert_layout(y, _MMA)
+            of_keys, y = gl.convert_layout(of_keys, MMA), gl.convert_layout(y, MMA)
             x = v - of_keys * factor if CORRECTS else v
             y *= of_q
             high, rest = halves(x)
-            high, rest = _factor(high, _MMA), _factor(rest, _MMA)
+            high, rest = _factor(high, MMA), _factor(rest, MMA)
             matrix = matrices.index(stage)
             t, t_low = matrix.slice(0, _CELL), matrix.slice(_CELL, _CELL)
             r, r_low = matrix.slice(2 * _CELL, _CELL), matrix.slice(3 * _CELL, _CELL)

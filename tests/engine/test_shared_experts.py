@@ -132,6 +132,8 @@ def test_one_that_differs_is_noticed(
         load(path)
 
 
+# On a GPU the library multiplies a router's float32, and not alike in any company.
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a promise of the CPU's own path")
 @torch.inference_mode()
 @pytest.mark.parametrize("architecture", ["qwen2_moe", "glm4_moe"])
 def test_a_row_comes_out_the_same_in_any_company(architecture: str, tiny_model: Tiny) -> None:
