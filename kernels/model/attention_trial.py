@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..compiling import compile_together
 from .attention_items import list_items
 from .attention_reference import paged_attention_reference, whole_block
 from .batch_invariant_attention import Heads, random_layer
@@ -66,22 +67,27 @@ def _error(
     kernels: list[tuple[int, Callable[..., Tensor]]] = [(_PROMPT, prompt_attention)]
     if heads.head_dim == HEAD_DIM:
         kernels.append((_FEW, few_rows_attention))
-    errors = []
+    calls, exact = [], []
     for num_rows, attention in kernels:
         ends = torch.tensor([0, num_rows], device=device)
         items = list_items(
             ends, lens, slots, num_rows, heads.num_kv_heads, group, _TOKENS, batch_invariant=True
         )
         rows = query[-num_rows:]
-        got = attention(rows, keys, values, items, table[None], scale, window, sinks)
-        exact = paged_attention_reference(
-            rows.float(),
-            keys.float(),
-            values.float(),
-            table,
-            whole_block(num_rows, _TOKENS, window, group, torch.float32, device),
-            scale,
-            sinks=sinks,
+        calls.append(
+            partial(attention, rows, keys, values, items, table[None], scale, window, sinks)
         )
-        errors.append((got.float() - exact).norm() / exact.norm())
+        exact.append(
+            paged_attention_reference(
+                rows.float(),
+                keys.float(),
+                values.float(),
+                table,
+                whole_block(num_rows, _TOKENS, window, group, torch.float32, device),
+                scale,
+                sinks=sinks,
+            )
+        )
+    compile_together(calls, device)
+    errors = [(call().float() - y).norm() / y.norm() for call, y in zip(calls, exact, strict=True)]
     return float(torch.stack(errors).max())  # NaN if one is

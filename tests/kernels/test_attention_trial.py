@@ -72,11 +72,18 @@ def test_few_rows_of_large_heads_are_tried_as_well(
     """If one of the kernels fails, the other is not used: a layer's rows are summed alike."""
     rows = Kernel(3, name="_few_rows_attention_kernel")
     merging = Kernel(None, name="_merge_parts_kernel")
+    compiled: list[tuple[int, int]] = []  # calls that are compiled together, launches before
+    monkeypatch.setattr(
+        attention_trial,
+        "compile_together",
+        lambda calls, device: compiled.append((len(calls), rows.num_launches)),
+    )
     monkeypatch.setattr(module, "_prompt_attention_kernel", Kernel(3))
     monkeypatch.setattr(few_rows_attention, "_few_rows_attention_kernel", rows)
     monkeypatch.setattr(attention_parts, "_merge_parts_kernel", merging)
     assert tried(LARGE_HEADS)
     assert rows.num_launches == merging.num_launches == 1
+    assert compiled == [(2, 0)]
     assert not caplog.records
     attention_trial.try_warpgroup_attention.cache_clear()
     monkeypatch.setattr(attention_parts, "_merge_parts_kernel", Broken(int))
