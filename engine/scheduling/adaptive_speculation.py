@@ -186,6 +186,7 @@ class AdaptiveSpeculation:
         drafting_s: float = 0.0,
         *,
         num_looked_up: int = 0,
+        num_void: int = 0,
         is_trial: bool = False,
         depth: int | None = None,
         left_out: Sequence[float] = (),
@@ -194,12 +195,13 @@ class AdaptiveSpeculation:
 
         k was chosen for `num_seqs` sequences; others in the step have just read their prompt.
         `elapsed_s` is None if the step did more than decode, which makes its time useless; of it,
-        drafting took `drafting_s`. `num_looked_up` drafts were from texts, of
-        sequences besides those of `wanted`. `is_trial`: the step was not as usual. `depth` is how
-        many drafts were made of one sequence, at most; `left_out` as in Acceptance.
+        drafting took `drafting_s`. `num_looked_up` drafts were from texts, and
+        `num_void` of void sequences, besides those of `wanted`. `is_trial`: the step was not as
+        usual. `depth` is how many drafts were made of one sequence, at most; `left_out` as in
+        Acceptance.
         """
         num_seqs = max(1, num_seqs)
-        num_rows = num_seqs + sum(wanted) + num_looked_up
+        num_rows = num_seqs + sum(wanted) + num_looked_up + num_void
         self.acceptance.observe(wanted, accepted, left_out)
         most = max(wanted, default=0) if depth is None else depth
         num_drafts = sum(wanted) / num_seqs if self._stops_early else most

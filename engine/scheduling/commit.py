@@ -71,13 +71,17 @@ class Committer:
     def _observe(self, plan: Plan, elapsed_s: float, drafting_s: float) -> None:
         """Report to the choice of k how many drafts were accepted, and how long the step took.
 
-        Looked-up drafts say nothing of a model's, for which k is chosen.
+        Looked-up drafts say nothing of a model's, for which k is chosen. Those of void sequences
+        teach nothing: one that was preempted draws them again, and no choice may have seen them.
         """
         num_prompt_rows = plan.num_prompt_rows
         if plan.follows_another:
             self._sequences.chunks.observe(num_prompt_rows, elapsed_s)
         num_drafts = sum([s.num_drafts for s in plan.drawing])
-        drawn = [s for s in plan.drawing if not s.is_looked_up] if num_drafts or plan.depth else []
+        of_models = []
+        if num_drafts or plan.depth:
+            of_models = [s for s in plan.drawing if not s.is_looked_up]
+        drawn = [s for s in of_models if not s.is_void]
         wanted, accepted = [s.num_drafts for s in drawn], [len(s.token_ids) - 1 for s in drawn]
         adaptive, chances, left_out = self._sequences.adaptive, {}, []
         if adaptive is not None and plan.ranges_np is not None:
@@ -101,7 +105,8 @@ class Committer:
             accepted,
             elapsed_s if is_timed else None,
             drafting_s,
-            num_looked_up=num_drafts - sum(wanted),
+            num_looked_up=num_drafts - sum([s.num_drafts for s in of_models]),
+            num_void=sum([s.num_drafts for s in of_models if s.is_void]),
             is_trial=plan.is_trial,
             depth=plan.depth,
             left_out=left_out,
@@ -210,11 +215,16 @@ class Committer:
 
 
 def _calibrate(adaptive: AdaptiveSpeculation, plan: Plan) -> dict[int, list[float]]:
-    """Learn from ranked sequences; returns, by slot, the chance of each of their drafts, and 0."""
+    """Learn from ranked sequences that are not void; returns, by slot, the chance of each of their
+    drafts, and 0.
+    """
     assert plan.ranges_np is not None
-    ranked = plan.ranked
+    are_void = np.array([s.is_void for s in plan.ranked])
+    if are_void.all():
+        return {}
+    ranked = [s for s in plan.ranked if not s.is_void]
     chances_np = adaptive.calibrate(
-        plan.ranges_np[:, : plan.depth],
+        plan.ranges_np[~are_void, : plan.depth],
         [s.request.acceptance for s in ranked],
         [s.num_drafts for s in ranked],
         [len(s.token_ids) - 1 for s in ranked],

@@ -1,5 +1,6 @@
 """On a GPU the device chooses which drafts of a batch are verified. Here a CPU does the same."""
 
+import functools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.pace import _kind
 from outrider.engine.plan import Plan
 from outrider.engine.proposers import draws
+from outrider.engine.scheduling.adaptive_speculation import AdaptiveSpeculation
 from outrider.engine.worker import LaunchedStep
 
 K = 3
@@ -172,3 +174,36 @@ def test_the_joint_over_many_steps_is_the_targets(
     assert total_variation(truth, counts) < bound(len(truth), counts.total())
     assert chi_squared(truth, counts) < 1
     assert {s.num_drafts for plan in plans for s in plan.ranked} == set(range(K))
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("kind", ["draft_model", "head"])
+def test_a_void_step_teaches_nothing(kind: str, tiny_model: Tiny, tmp_path: Path) -> None:
+    """A sequence that was preempted draws the same again: no choice may have seen it before."""
+    target = tiny_model("llama", seed=0, num_hidden_layers=6)
+    draft = draft_of(kind, target, tmp_path, tiny_model)
+    sizes = {"num_pages": 30, "max_num_seqs": 6, "max_num_batched_tokens": 16}
+    engine = lagging(engine_config(target, draft, k=K, adaptive=True, **sizes))
+    plans, adaptive, num_void = steps_of(engine), engine.sequences.adaptive, 0
+    assert adaptive is not None
+    learn, observe = adaptive.calibrate, adaptive.acceptance.observe
+
+    def calibrated(ranges_np: Any, owns: Any, *others: Any) -> Any:
+        nonlocal num_void
+        num_void += sum(s.is_void for s in plans[-1].ranked)
+        ids = [id(s.request.acceptance) for s in plans[-1].ranked if not s.is_void]
+        assert [id(own) for own in owns] == ids
+        assert len(ranges_np) == len(ids)
+        return learn(ranges_np, owns, *others)
+
+    def observed(wanted: list[int], accepted: list[int], *others: Any) -> None:
+        drawn = [s for s in plans[-1].drawing if not s.is_void]
+        assert wanted in ([], [s.num_drafts for s in drawn])
+        observe(wanted, accepted, *others)
+
+    adaptive.calibrate = calibrated  # type: ignore[method-assign]
+    adaptive.acceptance.observe = observed  # type: ignore[method-assign]
+    adaptive.observe = functools.partial(AdaptiveSpeculation.observe, adaptive)  # type: ignore[method-assign]
+    run(engine, prompts([90, 5, 6, 4, 5, 3], VOCAB), GREEDY)
+    assert engine.stats().preemptions > 0
+    assert num_void > 0
