@@ -156,7 +156,7 @@ class PinnedHostPages(HostPages):
         return bool(self._loaded.query())
 
     def wait(self) -> None:
-        self._loaded.synchronize()
+        self._loading.synchronize()  # `load` may have failed, and recorded nothing
 
     def before_steps(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._loaded)

@@ -1,5 +1,6 @@
 """Pages come back from host memory as they were, all layers of a group together."""
 
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -89,3 +90,20 @@ def test_steps_and_what_goes_to_the_host_wait_for_what_comes_back(
     pages.before_steps()
     for stream in (steps, saving):
         stream.wait_event.assert_called_once_with(pages._loaded)
+
+
+def test_the_host_waits_for_the_copies_of_a_load_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its pages go to others; an event behind all of its copies was never recorded."""
+    pages, loading = object.__new__(host_pages.PinnedHostPages), Mock()
+    pages._device, pages._loading, pages._loaded = DEVICE, loading, Mock()
+    pages._on_their_way, pages._sizes = set(), [16]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Mock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(pages, "_rows", Mock(side_effect=RuntimeError("no memory")))
+    with pytest.raises(RuntimeError, match="no memory"):
+        pages.load(0, [1], [2])
+    pages._loaded.record.assert_not_called()
+    pages.wait()
+    loading.synchronize.assert_called_once_with()
