@@ -67,6 +67,8 @@ def paged_attention(
     """
     num_rows, num_heads, head_dim = query.shape
     page_size, num_kv_heads, value_dim = v_cache.shape[1:]
+    assert query.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1
+    assert block_table.stride(-1) == 1
     on_warpgroups = causal and softcap is None and is_for(query, k_cache, v_cache, window, sinks)
     if on_warpgroups and items.is_prefill and items.block_m == PROMPT_ROWS:
         return prompt_attention(
@@ -74,8 +76,6 @@ def paged_attention(
         )
     if on_warpgroups and not items.is_prefill and head_dim == HEAD_DIM:
         return few_rows_attention(query, k_cache, v_cache, items, block_table, scale, window, sinks)
-    assert query.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1
-    assert block_table.stride(-1) == 1
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
     assert scale > 0
     in_fp8 = k_cache.dtype == torch.float8_e4m3fn

@@ -407,6 +407,18 @@ def test_few_rows_of_large_heads_fit_a_hopper_gpu(
     assert "MUFU.EX2" not in loads
 
 
+@pytest.mark.parametrize("num_rows", [2, 300])
+def test_attention_refuses_heads_that_are_not_dense(num_rows: int) -> None:
+    """Whichever kernel would take them."""
+    with machine_code.launches(machine_code.H100):
+        begins, lens = empty(3, dtype=torch.int32), empty(2, dtype=torch.int64)
+        items = list_items(begins, lens, lens, num_rows, 2, 8, 8192, batch_invariant=True)
+        query, pages = empty(256, num_rows, 16).permute(1, 2, 0), empty(9, 16, 2, 256)
+        table = empty(2, 512, dtype=torch.int32)
+        with pytest.raises(AssertionError):
+            paged_attention(query, pages, pages, items, table, 1.0)
+
+
 @pytest.mark.deep
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
 @pytest.mark.parametrize(
