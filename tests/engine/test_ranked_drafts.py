@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from block_heads import save_tiny_block_head
 from distributions import bound, chi_squared, total_variation
-from engines import GREEDY, engine_config, is_greedy, lagging, prompts, run, tokens
+from engines import GREEDY, engine_config, is_greedy, lagging, prompts, run, tokens, without_pauses
 from heads import save_tiny_head
 from ranked import Budgeted
 from target_distribution import joint
 from tiny_models import VOCAB, Tiny
 
 from outrider.engine import engine as loop
-from outrider.engine.api import RequestOutput, SamplingParams, TokenLogprobs
+from outrider.engine.api import NewRequest, RequestOutput, SamplingParams, TokenLogprobs
 from outrider.engine.engine import Engine
 from outrider.engine.pace import _kind
 from outrider.engine.plan import Plan
@@ -207,3 +207,48 @@ def test_a_void_step_teaches_nothing(kind: str, tiny_model: Tiny, tmp_path: Path
     run(engine, prompts([90, 5, 6, 4, 5, 3], VOCAB), GREEDY)
     assert engine.stats().preemptions > 0
     assert num_void > 0
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "head"])
+def test_looked_up_drafts_keep_their_rows_beside_ranked_ones(
+    kind: str, tiny_model: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And drafts that are returned are those that were verified."""
+    target = tiny_model("llama", seed=0, num_hidden_layers=6)
+    draft = draft_of(kind, target, tmp_path, tiny_model)
+    config = engine_config(target, draft, k=K, adaptive=True, max_num_seqs=6)
+    given = prompts([5, 9, 30, 17], VOCAB)
+    expected = [tokens(each) for each in run(Engine(config), given, GREEDY)]
+    monkeypatch.setattr(draws, "stops_early_on", lambda device: False)
+    monkeypatch.setattr(loop, "AdaptiveSpeculation", Budgeted)
+    engine = without_pauses(lagging(config))
+    plans, found = steps_of(engine), [list[RequestOutput]() for _ in given]
+    asked = [GREEDY, replace(GREEDY, logprobs=1), GREEDY, GREEDY]
+    texts = [[], *expected[1:3], [*expected[3][:5], 1, *expected[3][6:]]]
+    engine.submit(
+        [
+            NewRequest(
+                request_id=str(i),
+                prompt_token_ids=prompt,
+                params=params,
+                predicted_token_ids=text,
+                returns_drafts=True,
+            )
+            for i, (prompt, params, text) in enumerate(zip(given, asked, texts, strict=True))
+        ]
+    )
+    while engine.has_work():
+        for output in engine.step():
+            found[int(output.request_id)].append(output)
+    engine.check_integrity()
+    assert any(plan.ranked and any(s.is_looked_up for s in plan.scheduled) for plan in plans)
+    assert not any(s.is_looked_up for plan in plans for s in plan.ranked)
+    for outputs, tokens_of_target in zip(found, expected, strict=True):
+        assert tokens(outputs) == tokens_of_target
+        drafts = [output.draft_token_ids or [] for output in outputs]
+        assert sum(map(len, drafts)) == outputs[-1].num_draft_tokens > 0
+        for output, its in zip(outputs[:-1], drafts, strict=False):
+            num_accepted = max(0, len(output.token_ids) - 1)
+            assert output.token_ids[:num_accepted] == its[:num_accepted]
+    stats = engine.stats()
+    assert sum(stats.drafted_per_position) == sum(each[-1].num_draft_tokens for each in found)
