@@ -11,7 +11,7 @@ A file of torch.save keeps one block of random numbers, and every weight is a pa
 begins elsewhere: 2 GB for 141. On a GPU each weight is a tensor of its own, as with real ones. An
 MTP head lies in a folder of its own, in safetensors, which must not share numbers.
 
-Tables that are still to be made, on an H200; each prints its rows as they are done:
+The tables in docs/performance.md and more, on an H200; each prints its rows as they are done:
 
     python benchmarks/published_shapes.py qwen3-30b-a3b /tmp/m
     python benchmarks/engine.py /tmp/m /tmp/m/eagle3 --batch 1 8 32 64 --k 0 3 --best-of 0 \
