@@ -7,7 +7,7 @@ from .._dispatch import uses_triton
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .rms_norm import Norm, inverse_rms, rms_norm_reference
-from .row_codes import Rows, as_wanted, empty_rows, places_of, store_codes
+from .row_codes import Rows, as_wanted, empty_rows, places_of, store_heads
 from .silu_mul import silu
 
 _AT_ONCE = 1024  # numbers of a program, if a head has fewer
@@ -90,10 +90,6 @@ def _gated_norm_kernel(
     if not GATES_FIRST:
         y *= factor
     y = y.to(x_ptr.dtype.element_ty)
-    if out_ptr is not None:
-        tl.store(out_ptr + at, y, mask=mask)
-    if codes_ptr is not None:
-        SIZE: tl.constexpr = HEADS * DIM
-        y = tl.reshape(y.to(tl.float32), [SIZE])
-        first = tl.program_id(1) * SIZE
-        store_codes(y, row, first, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, SIZE)
+    store_heads(
+        y, row, at, mask, out_ptr, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, HEADS * DIM
+    )  # fmt: skip

@@ -198,6 +198,23 @@ def store_codes(
 
 
 @triton.jit
+def store_heads(
+    y, row, at, mask, out_ptr, codes_ptr, scale_ptr, NUM_IN: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Store those heads of a row that a program has, SIZE numbers, as `places_of` says.
+
+    Shape: y, at and mask [heads, BLOCK], y in the dtype of rows.
+    """
+    if out_ptr is not None:
+        tl.store(out_ptr + at, y, mask=mask)
+    if codes_ptr is not None:
+        y = tl.reshape(y.to(tl.float32), [SIZE])
+        first = tl.program_id(1) * SIZE
+        store_codes(y, row, first, codes_ptr, scale_ptr, NUM_IN, WIDTH, GROUP, SIZE)
+
+
+@triton.jit
 def _quotient(x, y, inverse):
     """x / y to the last bit, given 1 / y likewise: a third of the instructions of a division."""
     if _INTERPRET:  # which rounds twice where a GPU rounds once

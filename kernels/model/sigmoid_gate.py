@@ -10,7 +10,7 @@ from .._dispatch import uses_triton
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .narrow_matrix import RowFormat
-from .row_codes import Rows, as_wanted, empty_rows, places_of, store_codes
+from .row_codes import Rows, as_wanted, empty_rows, places_of, store_heads
 
 _AT_ONCE = 2048  # numbers of a program
 
@@ -84,10 +84,6 @@ def _gate_heads_kernel(
     y = tl.load(y_ptr + at, mask=mask, other=0.0)
     y = y.to(tl.float32) * rounded_sigmoid(gate.to(tl.float32), y.dtype)
     y = y.to(y_ptr.dtype.element_ty)
-    if out_ptr is not None:
-        tl.store(out_ptr + at, y, mask=mask)
-    if codes_ptr is not None:
-        SIZE: tl.constexpr = HEADS * DIM
-        y = tl.reshape(y.to(tl.float32), [SIZE])
-        first = tl.program_id(1) * SIZE
-        store_codes(y, row, first, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, SIZE)
+    store_heads(
+        y, row, at, mask, out_ptr, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, HEADS * DIM
+    )  # fmt: skip
