@@ -308,7 +308,7 @@ def cell_by_cell_kernel(
 
 
 def constants_of(key_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What both kernels are told of keys, and of rows in this dtype."""
+    """Constants of both kernels that follow from the size of keys and the dtype of rows."""
     splits = dtype == torch.bfloat16
     return {
         "CELL": CELL,

@@ -152,7 +152,6 @@ def prepare_kernel(
     for low in range(first_of_part, tl.minimum(first_of_part + size, seq_len), ROWS):
         position = low + pair // HEADS
         is_there = (position < seq_len) & (head < ALL_HEADS)
-        is_value = is_value_head
         mask = is_channel & is_there[:, None]
         total = tl.zeros([ROWS * HEADS, BLOCK_D], tl.float32)
         for tap in tl.static_range(TAPS):
@@ -168,7 +167,7 @@ def prepare_kernel(
         row = begin + seq * RING + (position - start)
         at = convolved_ptr + row[:, None] * CHANNELS + column[:, None] + d[None, :]
         tl.store(at, y, mask=mask)
-        is_value &= is_there
+        is_value = is_value_head & is_there
         first_scalars_ptr = scalars_ptr + begin * scalars_stride - CHANNELS  # as if behind them
         b = _at(
             first_scalars_ptr, slot_ring_ptr, position, first, CHANNELS + value_head, is_value,
