@@ -35,8 +35,8 @@ On two H200s:
 
     python benchmarks/published_shapes.py llama-3.1-70b /tmp/m
     python benchmarks/published_shapes.py llama-3.2-1b /tmp/d
-    python benchmarks/engine.py /tmp/m /tmp/d --tensor-parallel 2 --batch 1 8 32 --k 0 4 \
-        --best-of 0 --tokens-a-step 3.05 --temperature 0 --once
+    python benchmarks/engine.py /tmp/m /tmp/d --tensor-parallel 2 --batch 1 8 32 --sequences 1 \
+        --k 0 4 --best-of 0 --tokens-a-step 3.05 --temperature 0 --once
 """
 
 import argparse
