@@ -137,20 +137,25 @@ def _add_parts_kernel(
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + n, mask=mask, other=0.0).to(tl.float32)
     at = row * NUM_IN + n
+    has_parts = mask
+    if num_real_ptr is not None:  # written before the pass
+        has_parts = mask & (row < tl.load(num_real_ptr))
     wait_for_inputs(DEPENDENT)
     y = tl.load(residual_ptr + row * residual_stride + n, mask=mask, other=0.0).to(tl.float32)
     stride = num_rows.to(tl.int64) * NUM_IN
-    has_parts = mask
-    if num_real_ptr is not None:
-        has_parts = mask & (row < tl.load(num_real_ptr))
-    for split in tl.static_range(SPLITS):
+    # The first is loaded last, and volatile, so the order stands: ptxas, to save registers, would
+    # load the others one after another, each once some before it are added.
+    parts = ()
+    for split in tl.static_range(SPLITS - 1, -1, -1):
         if BY_ADDRESS:
             first = tl.load(parts_ptr + split).to(tl.pointer_type(residual_ptr.dtype.element_ty))
             first = tl.multiple_of(first, 16)
         else:
             first = parts_ptr + split * stride
-        part = tl.load(first + at, mask=has_parts, other=0.0)
-        y += part.to(tl.float32)
+        part = tl.load(first + at, mask=has_parts, other=0.0, volatile=True)
+        parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
+    for split in tl.static_range(SPLITS):
+        y += parts[SPLITS - 1 - split].to(tl.float32)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
     stored = y.to(residual_ptr.dtype.element_ty)

@@ -204,6 +204,18 @@ def test_kernels_norm_a_row_in_one_way(width: int) -> None:
     assert not any("div.full" in kernel.asm["ptx"] for kernel in kernels)
 
 
+@pytest.mark.parametrize(("splits", "dtype"), [(4, torch.float32), (9, torch.bfloat16)])
+def test_parts_are_loaded_together(splits: int, dtype: torch.dtype) -> None:
+    """If each waited for sums of those before it, a few rows would take as long as all of them."""
+    with machine_code.launches(machine_code.H100) as kernels:
+        add_parts(empty(4, 2048), empty(splits, 4, 2048, dtype=dtype), Norm(empty(2048), 1e-5))
+    code = machine_code.disassembled(kernels[0])
+    found = re.findall(r" (LDG|FADD|STG)\b", code)
+    loads = found[: found.index("STG")].count("LDG")
+    assert loads >= 2 * (splits + 2)
+    assert found[: found.index("FADD")].count("LDG") >= loads - 4
+
+
 def plain(num_rows: int) -> None:
     product(empty(num_rows, 4096), empty(6144, 4096))
 
