@@ -6,6 +6,7 @@ tile. How many tiles there are is known on the device only; the host knows a bou
 
 Ids are taken in slices. From the counts of every slice, each expert's programs know where its pairs
 begin; each of them finds and lists the pairs of one slice. With one slice, each counts for itself.
+Few rows the router's kernel lists itself (`clear_tiles`, `places_in_tiles`), which saves a launch.
 Shared experts, which every row has, need no search: their tiles come last.
 """
 
@@ -19,7 +20,9 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import tl, triton
 
 _TILES = (16, 32, 64, 128)  # rows of a tile
+FEW_ROWS = _TILES[0]  # those of one expert fit into one tile of any size
 _SLICE = 4096  # ids that one program reads
+_WARPS = 8  # of such a program
 
 
 class ExpertTiles(NamedTuple):
@@ -29,7 +32,7 @@ class ExpertTiles(NamedTuple):
     pairs: Tensor  # [tiles, size] int32; T * k where a tile has no more
 
 
-def _empty_tiles(
+def empty_tiles(
     num_rows: int, top_k: int, num_experts: int, num_shared: int, device: torch.device
 ) -> ExpertTiles:
     """A row chooses `top_k` of `num_experts`."""
@@ -55,14 +58,14 @@ def tiles_of(ids: Tensor, num_experts: int, num_shared: int = 0) -> ExpertTiles:
         return tiles_reference(ids, num_experts, num_shared)
     assert ids.is_contiguous()
     num_rows, top_k = len(ids), ids.shape[1] - num_shared
-    tiles = _empty_tiles(num_rows, top_k, num_experts, num_shared, ids.device)
+    tiles = empty_tiles(num_rows, top_k, num_experts, num_shared, ids.device)
     num_ids = num_rows * top_k
     # Of each thread of a program at least one.
     slice_size = min(max(512, triton.next_power_of_2(num_ids)), _SLICE)
     num_slices = triton.cdiv(num_ids, slice_size)
     experts = max(32, triton.next_power_of_2(num_experts))
     options = {"TOP_K": top_k, "NUM_SHARED": num_shared}
-    options |= {"EXPERTS": experts, "IDS": slice_size, "num_warps": 8}
+    options |= {"EXPERTS": experts, "IDS": slice_size, "num_warps": _WARPS}
     options |= dependent_launch(ids.device)
     counts = None
     if num_slices > 1:
@@ -77,7 +80,7 @@ def tiles_of(ids: Tensor, num_experts: int, num_shared: int = 0) -> ExpertTiles:
 
 def tiles_reference(ids: Tensor, num_experts: int, num_shared: int = 0) -> ExpertTiles:
     num_rows, top_k, num_all = len(ids), ids.shape[1] - num_shared, num_experts + num_shared
-    tiles = _empty_tiles(num_rows, top_k, num_experts, num_shared, ids.device)
+    tiles = empty_tiles(num_rows, top_k, num_experts, num_shared, ids.device)
     size = tiles.pairs.shape[1]
     tiles.experts.fill_(num_all)
     tiles.pairs.fill_(ids.numel())
@@ -150,23 +153,23 @@ def _list_kernel(
             is_before = (other < here) & (e == expert)[None, :]
             before += tl.sum(tl.where(is_before, theirs, 0))
     tiles = (count + SIZE - 1) // SIZE
-    num_filled = tl.sum(tiles, 0)
+    own, first = tl.where(e == expert, count, 0), tl.where(e < expert, tiles, 0)
+    own, first, num_filled, num_taken = tl.reduce((own, first, tiles, count), 0, _add_each)
     i = tl.arange(0, SIZE)
     nothing = tl.zeros([SIZE], tl.int32) + num_ids // TOP_K * TAKEN
     if expert < num_experts:
-        first = tl.sum(tl.where(e < expert, tiles, 0), 0)
-        end = first + tl.sum(tl.where(e == expert, tiles, 0), 0)
+        end = first + (own + SIZE - 1) // SIZE
         is_its = ids == expert
         place = first * SIZE + before + tl.cumsum(is_its.to(tl.int32), 0) - 1
         tl.store(pairs_ptr + place, pairs, mask=is_its)
         if here == 0:
             for tile in range(first, end):
                 tl.store(experts_ptr + tile, expert)
-            behind = first * SIZE + tl.sum(tl.where(e == expert, count, 0), 0)
+            behind = first * SIZE + own
             rest = (end - 1) * SIZE + i  # of its last tile, if it has one
             tl.store(pairs_ptr + rest, nothing, mask=(rest >= behind) & (end > first))
     if NUM_SHARED > 0:
-        num_rows = tl.sum(count, 0) // TOP_K
+        num_rows = num_taken // TOP_K
         num_each, which = (num_rows + SIZE - 1) // SIZE, expert - num_experts
         if which >= 0:
             for tile in range(here, num_each, num_slices):
@@ -182,6 +185,11 @@ def _list_kernel(
 
 
 @triton.jit
+def _add_each(a, b, c, d, other_a, other_b, other_c, other_d):
+    return a + other_a, b + other_b, c + other_c, d + other_d
+
+
+@triton.jit
 def _ids_of_slice(
     ids_ptr, num_ids, here, TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr, IDS: tl.constexpr
 ):
@@ -189,3 +197,32 @@ def _ids_of_slice(
     i = here * IDS + tl.arange(0, IDS)
     pair = i + i // TOP_K * NUM_SHARED
     return tl.load(ids_ptr + pair, mask=i < num_ids, other=-1, cache_modifier=".cg"), pair
+
+
+@triton.jit
+def clear_tiles(experts_ptr, pairs_ptr, num_tiles, num_experts, num_pairs, SIZE: tl.constexpr):
+    """Write no expert and no pairs into all tiles."""
+    for first in range(0, num_tiles, 128):
+        tile, i = first + tl.arange(0, 128)[:, None], tl.arange(0, SIZE)[None, :]
+        nothing = tl.zeros([128, SIZE], tl.int32) + num_pairs
+        tl.store(experts_ptr + tile, num_experts, mask=tile < num_tiles)
+        tl.store(pairs_ptr + tile * SIZE + i, nothing, mask=tile < num_tiles)
+
+
+@triton.jit
+def places_in_tiles(
+    is_chosen, ids, NUM_EXPERTS: tl.constexpr, NUM_SHARED: tl.constexpr, SIZE: tl.constexpr
+):
+    """Where the pairs of at most FEW_ROWS rows are in tiles, of which each expert fills one.
+
+    Shape: is_chosen [rows, EXPERTS], ids, the shared experts last, [rows, CHOICES] -> as ids
+    """
+    chosen = is_chosen.to(tl.int32)
+    filled = (tl.sum(chosen, 0) > 0).to(tl.int32)[None, :] + tl.zeros_like(chosen)
+    place = (tl.cumsum(filled, 1) - filled) * SIZE + tl.cumsum(chosen, 0) - chosen
+    at = tl.gather(place, tl.minimum(ids, NUM_EXPERTS - 1), 1)
+    if NUM_SHARED > 0:
+        row, num_filled = tl.arange(0, ids.shape[0])[:, None], tl.sum(filled, 1)[:, None]
+        of_shared = (num_filled + ids - NUM_EXPERTS) * SIZE + row
+        at = tl.where(ids < NUM_EXPERTS, at, of_shared)
+    return at

@@ -18,14 +18,14 @@ from torch import Tensor
 from .._dispatch import uses_triton
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
-from .expert_tiles import ExpertTiles, tiles_of
+from .expert_tiles import FEW_ROWS, ExpertTiles, clear_tiles, empty_tiles, places_in_tiles, tiles_of
 from .sigmoid_gate import sigmoid_reference
 
-_WARPS = 4  # of a program, each with a row
+_WARPS = 4  # of a program at least, each with a row
 _FLOOR = -3.0e38  # stands for logits of -inf and NaN, so that choices stay distinct
 _LEAST = tl.constexpr(_FLOOR)
 _TINY = tl.constexpr(1e-20)  # is added to a sum of sigmoids, as transformers does
-_TAKEN = tl.constexpr(-(2**31))  # less than the key of any number
+_CHOSEN = tl.constexpr(-(2**31))  # less than the key of any number
 _ONE = tl.constexpr(2.0**40)  # in sums of shares, which are integers: so they have one value
 
 
@@ -85,14 +85,21 @@ def route(logits: Tensor, router: Router, rows: Tensor | None = None) -> Routing
         return routing_of(ids, weights, num_experts, router.num_shared, rows)
     ids = torch.empty(num_rows, num_taken, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_rows, num_taken, dtype=torch.float32, device=logits.device)
-    _route_kernel[(triton.cdiv(num_rows, _WARPS),)](
+    tiles, num_tiles, size, num_warps = None, 0, 0, _WARPS
+    if num_rows <= FEW_ROWS:
+        tiles = empty_tiles(num_rows, router.top_k, num_experts, router.num_shared, logits.device)
+        num_tiles, size = tiles.pairs.shape
+        num_warps = max(_WARPS, triton.next_power_of_2(num_rows))
+    _route_kernel[(triton.cdiv(num_rows, num_warps),)](
         ids,
         weights,
+        *(tiles or (None, None)),
         logits,
         router.bias,
         rows,
         router.scale,
         num_rows,
+        num_tiles,
         logits.stride(0),
         NUM_EXPERTS=num_experts,
         TOP_K=router.top_k,
@@ -103,11 +110,15 @@ def route(logits: Tensor, router: Router, rows: Tensor | None = None) -> Routing
         GROUPS=router.num_groups,
         TOP_GROUPS=router.top_groups,
         EXPERTS=triton.next_power_of_2(num_experts),
-        ROWS=_WARPS,
-        num_warps=_WARPS,
+        CHOICES=triton.next_power_of_2(num_taken),
+        ROWS=num_warps,
+        SIZE=size,
+        num_warps=num_warps,
         **dependent_launch(logits.device),
     )
-    return routing_of(ids, weights, num_experts, router.num_shared, rows)
+    if tiles is None:
+        tiles = tiles_of(ids, num_experts, router.num_shared)
+    return Routing(ids, weights, tiles, rows)
 
 
 def choose_reference(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
@@ -178,15 +189,18 @@ def routing_of(
     return Routing(ids, weights, tiles_of(ids, num_experts, num_shared), rows)
 
 
-@triton.jit(do_not_specialize=["rows_ptr", "num_rows"])
+@triton.jit(do_not_specialize=["rows_ptr", "num_rows", "num_tiles"])
 def _route_kernel(
     ids_ptr,  # [num_rows, TOP_K + NUM_SHARED]
     weights_ptr,  # as ids
+    experts_ptr,  # [num_tiles], or None
+    pairs_ptr,  # [num_tiles, SIZE], or None
     logits_ptr,  # [num_rows, NUM_EXPERTS and, IS_GATED, one or more]
     bias_ptr,  # [NUM_EXPERTS], or None
     rows_ptr,  # [1], the end of a longer tensor and so at any address; or None
     weight_scale,
     num_rows,
+    num_tiles,
     logits_stride,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -197,17 +211,26 @@ def _route_kernel(
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
     ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Each program: ROWS rows."""
+    """Each program: ROWS rows. The only one lists them, if tiles are given."""
     TAKEN: tl.constexpr = TOP_K + NUM_SHARED
     start_next_kernel(DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, EXPERTS)
     is_row = row < num_rows
     given = is_row[:, None] & (e < NUM_EXPERTS)[None, :]
+    is_real = is_row
+    if rows_ptr is not None:  # written before the pass
+        is_real &= row < tl.load(rows_ptr)
     wait_for_inputs(DEPENDENT)
+    if experts_ptr is not None:
+        clear_tiles(
+            experts_ptr, pairs_ptr, num_tiles, NUM_EXPERTS + NUM_SHARED, num_rows * TAKEN, SIZE
+        )
     row_at = logits_ptr + row.to(tl.int64) * logits_stride
     logits = tl.load(row_at[:, None] + e[None, :], mask=given, other=0.0).to(tl.float32)
     gate = tl.full([ROWS], 1.0, tl.float32)
@@ -233,33 +256,39 @@ def _route_kernel(
     # A warp adds up integers, or finds the largest, in one instruction.
     key = _in_order(left)
     share_bits = share.to(tl.int32, bitcast=True)
-    choice = tl.full([ROWS, EXPERTS], -1, tl.int32)
+    # What is stored is gathered by choice: rows of experts would go through shared memory.
+    c = tl.arange(0, CHOICES)[None, :]
+    ids = tl.zeros([ROWS, CHOICES], tl.int32)
+    shares = tl.zeros([ROWS, CHOICES], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    for c in tl.static_range(TOP_K):
-        is_now = _is_first_largest(key, EXPERTS)
-        choice = tl.where(is_now, c, choice)
-        key = tl.where(is_now, _TAKEN, key)
-        total += tl.sum(tl.where(is_now, share_bits, 0), 1).to(tl.float32, bitcast=True)
+    for choice in tl.static_range(TOP_K):
+        first = _first_largest(key, EXPERTS)
+        is_now = e[None, :] == first[:, None]
+        key = tl.where(is_now, _CHOSEN, key)
+        its_share = tl.sum(tl.where(is_now, share_bits, 0), 1).to(tl.float32, bitcast=True)
+        ids = tl.where(c == choice, first[:, None], ids)
+        shares = tl.where(c == choice, its_share[:, None], shares)
+        total += its_share
     if SIGMOID:
         total = tl.full([ROWS], 1.0, tl.float32) if OVER_ALL else total + _TINY
     elif OVER_ALL:
         total = tl.sum((share * _ONE).to(tl.int64), 1).to(tl.float32) / _ONE
         total = tl.where(best < float("inf"), total, float("nan"))
-    is_padding = row >= num_rows
-    if rows_ptr is not None:
-        is_padding = row >= tl.load(rows_ptr)
-    for c in tl.static_range(TOP_K):
-        tl.store(ids_ptr + row * TAKEN + c, -1, mask=is_row & is_padding)
-        tl.store(weights_ptr + row * TAKEN + c, 0.0, mask=is_row & is_padding)
+    weights = weight_scale * (shares / total[:, None])
     for s in tl.static_range(NUM_SHARED):
-        pair = row * TAKEN + TOP_K + s
-        tl.store(ids_ptr + pair, tl.where(is_padding, -1, NUM_EXPERTS + s), mask=is_row)
-        tl.store(weights_ptr + pair, tl.where(is_padding, 0.0, gate), mask=is_row)
-    choice = tl.where((is_row & ~is_padding)[:, None], choice, -1)
-    is_chosen = choice >= 0
-    pair = row[:, None] * TAKEN + choice
-    tl.store(ids_ptr + pair, tl.zeros_like(choice) + e[None, :], mask=is_chosen)
-    tl.store(weights_ptr + pair, weight_scale * (share / total[:, None]), mask=is_chosen)
+        ids = tl.where(c == TOP_K + s, NUM_EXPERTS + s, ids)
+        weights = tl.where(c == TOP_K + s, gate[:, None], weights)
+    pair = row[:, None] * TAKEN + c
+    is_pair = is_row[:, None] & (c < TAKEN)
+    tl.store(ids_ptr + pair, tl.where(is_real[:, None], ids, -1), mask=is_pair)
+    tl.store(weights_ptr + pair, tl.where(is_real[:, None], weights, 0.0), mask=is_pair)
+    if experts_ptr is not None:
+        is_chosen = (key == _CHOSEN) & is_real[:, None]
+        at = places_in_tiles(is_chosen, ids, NUM_EXPERTS, NUM_SHARED, SIZE)
+        is_pair &= is_real[:, None]
+        tl.debug_barrier()  # else what was cleared might be written last
+        tl.store(pairs_ptr + at, pair, mask=is_pair)
+        tl.store(experts_ptr + at // SIZE, ids, mask=is_pair)
 
 
 @triton.jit
@@ -271,11 +300,10 @@ def _in_order(numbers):
 
 
 @triton.jit
-def _is_first_largest(values, WIDTH: tl.constexpr):
-    """Where each row has its largest number, or the first of them. Shape: [rows, WIDTH]."""
+def _first_largest(values, WIDTH: tl.constexpr):
+    """Where each row has its largest number, or the first of them. Shape: [rows, WIDTH] -> rows."""
     i = tl.arange(0, WIDTH)[None, :]
-    first = tl.min(tl.where(values == tl.max(values, 1)[:, None], i, WIDTH), 1)
-    return i == first[:, None]
+    return tl.min(tl.where(values == tl.max(values, 1)[:, None], i, WIDTH), 1)
 
 
 @triton.jit
@@ -284,18 +312,18 @@ def _of_best_groups(
     EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Scores of the best groups, -inf for others. Shape: [rows, EXPERTS]."""
-    group = tl.arange(0, EXPERTS)[None, :] // SIZE
+    e = tl.arange(0, EXPERTS)[None, :]
+    group = e // SIZE
     # Of each group, at the place of each of its experts.
     sums = tl.full(scores.shape, float("-inf"), tl.float32)
     for g in tl.static_range(GROUPS):
         inside = tl.where(group == g, scores, float("-inf"))
-        rest = tl.where(_is_first_largest(inside, EXPERTS), float("-inf"), inside)
-        both = tl.max(inside, 1) + tl.max(rest, 1)
+        is_largest = e == _first_largest(inside, EXPERTS)[:, None]
+        both = tl.max(inside, 1) + tl.max(tl.where(is_largest, float("-inf"), inside), 1)
         sums = tl.where(group == g, both[:, None], sums)
     kept = tl.full(scores.shape, float("-inf"), tl.float32)
     for _ in tl.static_range(TOP_GROUPS):
-        is_first = _is_first_largest(sums, EXPERTS)
-        best = tl.sum(tl.where(is_first, group, 0), 1)[:, None]
+        best = _first_largest(sums, EXPERTS)[:, None] // SIZE
         kept = tl.where(group == best, scores, kept)
         sums = tl.where(group == best, float("-inf"), sums)
     return kept

@@ -24,7 +24,7 @@ from outrider.kernels.model.expert_matrix import SILU
 from outrider.kernels.model.gated_norm import gated_norm
 from outrider.kernels.model.narrow_matrix import RowFormat, narrow_matrix
 from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
-from outrider.kernels.model.routing import Router
+from outrider.kernels.model.routing import Router, route
 from outrider.kernels.model.row_codes import RowCodes, Rows, plain, round_rows_reference
 from outrider.kernels.model.rows import BatchRows
 from outrider.kernels.model.split_product import add_parts
@@ -217,7 +217,7 @@ def mixture(num_stacked: int, shared: GatedMLP | None) -> ExpertMLP:
 
 
 def test_an_expert_that_all_rows_share_takes_no_launch_if_it_is_stacked() -> None:
-    alike = ["_product_kernel", "_route_kernel", "_list_kernel", "_experts_kernel"]
+    alike = ["_product_kernel", "_route_kernel", "_experts_kernel"]
     with machine_code.names_of_launches(machine_code.RTX_4090) as names:
         mlp = GatedMLP(None, Linear(dense(2 * 96, HIDDEN), None), Linear(dense(HIDDEN, 96), None))
         x, given = empty(ROWS, HIDDEN), batch()
@@ -229,3 +229,11 @@ def test_an_expert_that_all_rows_share_takes_no_launch_if_it_is_stacked() -> Non
         by_itself(x, x, norm_of(HIDDEN), given)
         added = ["_product_kernel", "_gate_heads_kernel", "_product_kernel", "_add_parts_kernel"]
         assert names == [*alike, *added, "_experts_kernel", "_add_parts_kernel"]
+
+
+def test_few_rows_are_listed_by_the_kernel_that_routes_them() -> None:
+    with machine_code.names_of_launches(machine_code.RTX_4090) as names:
+        for num_rows, listing in ((1, []), (16, []), (17, ["_list_kernel"])):
+            names.clear()
+            route(empty(num_rows, 32), Router(4))
+            assert names == ["_route_kernel", *listing]
