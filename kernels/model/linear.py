@@ -33,10 +33,9 @@ def linear(
     *,
     norm: Norm | None = None,
     gated: bool = False,
-    residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A linear layer, with the norm before it and the gate or residual after it.
+    """A linear layer, with the norm before it and the gate after it.
 
     Parameters
     ----------
@@ -50,35 +49,29 @@ def linear(
         Applied to x first.
     gated
         Return silu(first half) * second half of the result.
-    residual
-        The result is added to it in place, and it is returned. Shape: [T, N].
     out
         Takes the result, which must be a plain product, x W^T. Shape: [T, N], dense.
 
     Returns: [T, N]
     """
     if out is not None:
-        is_plain = bias is None and norm is None and residual is None and not gated
+        is_plain = bias is None and norm is None and not gated
         assert is_plain
         if uses_triton(x) and is_ahead(x, weight):
             return product(x, weight, out=out)
         return torch.mm(x, weight.t(), out=out)
     if not uses_triton(x):
-        return linear_reference(x, weight, bias, norm=norm, gated=gated, residual=residual)
+        return linear_reference(x, weight, bias, norm=norm, gated=gated)
     assert x.stride(-1) == 1
     assert weight.is_contiguous()
     if _takes_one_launch(x, weight):
-        return _fused(x, weight, bias, norm, gated, residual)
+        return _fused(x, weight, bias, norm=norm, gated=gated)
     if norm is not None:
         x = rms_norm(x, norm)
-    if is_ahead(x, weight) and bias is None and residual is None:
-        return product(x, weight, gated=gated)
-    if residual is not None and bias is None:
-        return residual.addmm_(x, weight.t())
+    if is_ahead(x, weight):
+        return product(x, weight, bias, gated=gated)
     y = F.linear(x, weight, bias)
-    if gated:
-        y = silu_mul(y)
-    return y if residual is None else residual.add_(y)
+    return silu_mul(y) if gated else y
 
 
 def add_linear(
@@ -94,11 +87,16 @@ def add_linear(
     Otherwise returns None, and the layer that reads the residual must apply `norm`.
     Shape: residual [T, N], x [T, K], weight [N, K] -> [T, N]
     """
-    if uses_triton(x) and bias is None:
-        is_short = len(x) <= MAX_SPLIT_ROWS and not _takes_one_launch(x, weight)
-        if is_short and can_split(x, weight):
-            return add_split_product(residual, x, weight, norm)
-    linear(x, weight, bias, residual=residual)
+    if not uses_triton(x):
+        linear_reference(x, weight, bias, residual=residual)
+    elif _takes_one_launch(x, weight):
+        _fused(x, weight, bias, residual=residual)
+    elif len(x) <= MAX_SPLIT_ROWS and can_split(x, weight):
+        return add_split_product(residual, x, weight, bias, norm)
+    elif bias is None:
+        residual.addmm_(x, weight.t())
+    else:
+        residual.add_(F.linear(x, weight, bias))
     return None
 
 
@@ -127,9 +125,10 @@ def _fused(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    norm: Norm | None,
-    gated: bool,
-    residual: Tensor | None,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     num_rows, num_in = x.shape
     num_out = len(weight) // 2 if gated else len(weight)

@@ -33,15 +33,18 @@ def can_split(x: Tensor, weight: Tensor) -> bool:
 
 
 def add_split_product(
-    residual: Tensor, x: Tensor, weight: Tensor, norm: Norm | None
+    residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None
 ) -> Rows | None:
-    """Add x W^T to the residual in place; returns norm(residual), or None without a norm.
+    """Add x W^T + b to the residual in place; returns norm(residual), or None without a norm.
 
-    Shape: residual [T, N] dense, x [T, K], rows dense, weight [N, K]; `can_split` must hold.
+    Shape: residual [T, N] dense, x [T, K], rows dense, weight [N, K], bias [N]; `can_split` must
+    hold.
     """
     if is_ahead(x, weight):
-        return add_parts(residual, product_parts(x, weight, parts_of(weight)), norm)
-    return add_parts(residual, library_parts(x, weight, _num_library_splits(weight)), norm)
+        parts = product_parts(x, weight, parts_of(weight))
+    else:
+        parts = library_parts(x, weight, _num_library_splits(weight))
+    return add_parts(residual, parts, norm, bias)
 
 
 def library_parts(x: Tensor, weight: Tensor, num_splits: int) -> Tensor:

@@ -22,6 +22,7 @@ from outrider.engine.ranks.shared_decoder import SummedOverRanks
 from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model.expert_matrix import SILU
 from outrider.kernels.model.gated_norm import gated_norm
+from outrider.kernels.model.linear import add_linear, linear
 from outrider.kernels.model.narrow_matrix import RowFormat, narrow_matrix
 from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
 from outrider.kernels.model.routing import Router, route
@@ -237,3 +238,17 @@ def test_few_rows_are_listed_by_the_kernel_that_routes_them() -> None:
             names.clear()
             route(empty(num_rows, 32), Router(4))
             assert names == ["_route_kernel", *listing]
+
+
+def test_a_bias_takes_no_launch() -> None:
+    with machine_code.names_of_launches(machine_code.RTX_4090) as names:
+        weight, bias, norm = empty(HIDDEN, HIDDEN), empty(HIDDEN), norm_of(HIDDEN)
+        for num_rows, product in ((1, "_fused_kernel"), (ROWS, "_product_kernel")):
+            names.clear()
+            linear(empty(num_rows, HIDDEN), weight, bias)
+            assert names == [product]
+        for num_rows, product in ((ROWS, "_product_kernel"), (64, "bmm")):
+            names.clear()
+            x, residual = empty(num_rows, HIDDEN), empty(num_rows, HIDDEN)
+            assert add_linear(residual, x, weight, bias, norm=norm) is not None
+            assert names == [product, "_add_parts_kernel"]
