@@ -20,9 +20,9 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import tl, triton
 
 _TILES = (16, 32, 64, 128)  # rows of a tile
-FEW_ROWS = _TILES[0]  # those of one expert fit into one tile of any size
+FEW_ROWS = 8  # those of one expert fit into one tile of any size; more take one program long
 _SLICE = 4096  # ids that one program reads
-_WARPS = 8  # of such a program
+_WARPS = 4  # of such a program
 
 
 class ExpertTiles(NamedTuple):

@@ -147,7 +147,8 @@ def _add_parts_kernel(
     y = tl.load(residual_ptr + row * residual_stride + n, mask=mask, other=0.0).to(tl.float32)
     stride = num_rows.to(tl.int64) * NUM_IN
     # The first is loaded last, and volatile, so the order stands: ptxas, to save registers, would
-    # load the others one after another, each once some before it are added.
+    # load many one after another, each once some before it are added.
+    ORDERED: tl.constexpr = SPLITS > 2
     parts = ()
     for split in tl.static_range(SPLITS - 1, -1, -1):
         if BY_ADDRESS:
@@ -155,7 +156,7 @@ def _add_parts_kernel(
             first = tl.multiple_of(first, 16)
         else:
             first = parts_ptr + split * stride
-        part = tl.load(first + at, mask=has_parts, other=0.0, volatile=True)
+        part = tl.load(first + at, mask=has_parts, other=0.0, volatile=ORDERED)
         parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
     for split in tl.static_range(SPLITS):
         y += parts[SPLITS - 1 - split].to(tl.float32)

@@ -234,7 +234,7 @@ def test_an_expert_that_all_rows_share_takes_no_launch_if_it_is_stacked() -> Non
 
 def test_few_rows_are_listed_by_the_kernel_that_routes_them() -> None:
     with machine_code.names_of_launches(machine_code.RTX_4090) as names:
-        for num_rows, listing in ((1, []), (16, []), (17, ["_list_kernel"])):
+        for num_rows, listing in ((1, []), (8, []), (9, ["_list_kernel"])):
             names.clear()
             route(empty(num_rows, 32), Router(4))
             assert names == ["_route_kernel", *listing]
