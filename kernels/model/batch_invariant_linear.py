@@ -31,7 +31,7 @@ _LIBRARY_ROWS = (
 )
 _MAX_OUTPUTS = 1 << 27  # bounds the memory of the comparison at load
 # Numbers of rows for which our product takes different block sizes; they must all sum alike.
-_OWN_ROWS = (1, 17, 33, 65, 257)
+_OWN_ROWS = (1, 17, 33, 65, 257, 513)
 
 
 class LibraryRows(NamedTuple):

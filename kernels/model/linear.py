@@ -3,9 +3,9 @@
     y = epilogue(rmsnorm(x) W^T + b),     rmsnorm(x)_k = x_k w_k / sqrt(mean(x^2) + eps)
 
 Decoding has few rows. So a layer takes as long as reading W once, and every extra launch counts.
-One row, or two if W is small, take a single launch. Up to 32 rows the product is our own; for more,
-the library's is faster. Up to 256 rows, a product that is added to a residual is split over K, and
-the kernel that adds the parts also normalises the sum.
+One row, or two if W is small, take a single launch. Up to 32 rows the product is our own, and with
+few outputs up to 256; for more, the library's is faster. Up to 256 rows, a product that is added to
+a residual is split over K, and the kernel that adds the parts also normalises the sum.
 """
 
 import torch

@@ -5,8 +5,6 @@ next steps are loaded while some are multiplied, and the first before the inputs
 memory is busy from the kernel before to this one.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,7 @@ from ..triton_or_none import tl, triton
 from .e2m1 import scaled_by_words
 from .narrow_matrix import NarrowMatrix, has_4_bits
 from .narrow_numbers import in_order_by_warp, numbers, output_by_warp
-from .tiles import tile_of_program
+from .tiles import counters, tile_of_program
 
 _TILES_TOGETHER = 8  # tiles of rows that share weights in the L2 cache
 
@@ -82,7 +80,7 @@ def narrow_product(
         matrix.factor,
         bias,
         parts,
-        _counters(x.device, triton.next_power_of_2(num_tiles)) if merges else None,
+        counters(x.device, triton.next_power_of_2(num_tiles)) if merges else None,
         num_rows,
         num_out // 2 if gated else num_out,
         x.stride(0),
@@ -105,12 +103,6 @@ def narrow_product(
         **tiling,
         **dependent_launch(x.device),
     )
-
-
-@functools.cache
-def _counters(device: torch.device, size: int) -> Tensor:
-    """For each tile, how many splits are done; every launch leaves zeros."""
-    return torch.zeros(size, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

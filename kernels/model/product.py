@@ -5,7 +5,8 @@
 Made for few rows, where reading the weights takes all the time. Outputs lie along the long side of
 the tensor cores' tiles, so that the number of rows only changes the short side. A weight with few
 outputs would leave multiprocessors idle, so its product is split over K. How often depends on the
-weight alone. `split_product` adds the parts.
+weight alone. `split_product` adds the parts of one that is added to a residual; others of very few
+outputs are left to `few_outputs_product`.
 """
 
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor
 from .._dispatch import num_programs, num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
-from .silu_mul import silu
+from .few_outputs_product import few_outputs_product, has_few_outputs
+from .silu_mul import silu, silu_mul
 from .tiles import BLOCK_N, num_splits_of, tile_of_program
 
 # Measured on an H200.
 _MAX_ROWS = 32
+_MAX_ROWS_OF_FEW_OUTPUTS = 256
 _BLOCK_K = 128
 _AT_ONCE = (64, 128, 256)  # with so many inputs a program loads all its weights before x is there
 _TOGETHER = tl.constexpr(8)  # blocks of outputs whose programs run together and share rows of x
@@ -26,7 +29,8 @@ _TOGETHER = tl.constexpr(8)  # blocks of outputs whose programs run together and
 
 def is_ahead(x: Tensor, weight: Tensor) -> bool:
     """Whether this is faster than the library's product."""
-    return len(x) <= _MAX_ROWS and weight.element_size() == 2
+    most = _MAX_ROWS_OF_FEW_OUTPUTS if has_few_outputs(weight) else _MAX_ROWS
+    return len(x) <= most and weight.element_size() == 2
 
 
 def product(
@@ -41,7 +45,11 @@ def product(
     if out is None:
         out = x.new_empty(len(x), len(weight) // 2 if gated else len(weight))
     assert out.is_contiguous()
-    return _launch(out, x, weight, bias, 1, gated)
+    if not has_few_outputs(weight):
+        return _launch(out, x, weight, bias, 1, gated)
+    y = x.new_empty(len(x), len(weight)) if gated else out
+    few_outputs_product(y, x, weight, bias)
+    return silu_mul(y, out) if gated else out
 
 
 def product_parts(x: Tensor, weight: Tensor, num_splits: int) -> Tensor:

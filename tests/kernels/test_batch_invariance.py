@@ -25,14 +25,16 @@ from outrider.kernels.model.batch_invariant_linear import (
 from outrider.kernels.model.linear import linear_reference
 from outrider.kernels.model.narrow_matrix import Kind, narrow_matrix
 from outrider.kernels.model.paged_attention import paged_attention
+from outrider.kernels.model.product import product
 from outrider.kernels.model.rms_norm import Norm, rms_norm
+from outrider.kernels.model.silu_mul import silu_mul
 
 interpreter: Any = pytest.importorskip("triton.runtime.interpreter")
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
 
 ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16
-FEWER_ROWS, MOST_ROWS = [2, 16, 65], 300
+FEWER_ROWS, MOST_ROWS = [2, 16, 65], 520
 if ON_GPU:
     FEWER_ROWS += [5, 17, 31, 33, 64, 96, 130, 255, 256, 257, 300, 512, 520, 521, 1023]
     MOST_ROWS = 1100
@@ -71,8 +73,11 @@ def library(weight: Tensor, bias: Tensor | None) -> LibraryRows:
     return library_rows(weight, bias) if ON_GPU else LibraryRows((), ())
 
 
-# A width that is no multiple of a block; one that is split; on a GPU one that the library takes.
-SIZES = [(70, 200), (64, 1024), *([(1024, 4096), (4096, 1536)] if ON_GPU else [])]
+# A width that is no multiple of a block; one that is split; few outputs of many inputs; on a GPU
+# those of models, and such as the library takes.
+SIZES = [(70, 200), (64, 1024), (70, 2120)]
+if ON_GPU:
+    SIZES += [(96, 5120), (272, 2048), (32, 2880), (1024, 4096), (4096, 1536)]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -130,6 +135,14 @@ def test_products_that_are_added_and_normalised(size: tuple[int, int], with_bias
     for rows_of in (*lone, *many):
         for got, whole in zip(added(rows_of), truth, strict=True):
             assert torch.equal(got, whole[rows_of]), rows_of
+
+
+def test_a_gate_takes_halves_that_are_summed_as_without_it() -> None:
+    """The library may compute some of the rows, and it has no gate."""
+    for num_out, num_in in SIZES[:3]:
+        x, weight = randn(20, num_in), randn(num_out, num_in, seed=2) / num_in**0.5
+        gated = silu_mul(product(x, weight))
+        assert torch.equal(product(x, weight, gated=True), gated), num_out
 
 
 def test_rows_go_to_the_library_in_counts_that_sum_alike() -> None:

@@ -22,7 +22,7 @@ from outrider.kernels.compiling import (
     compiling_alone,
     launches_compile_only,
 )
-from outrider.kernels.model import product
+from outrider.kernels.model import few_outputs_product, product
 from outrider.kernels.model.batch_invariant_linear import own_products
 from outrider.kernels.triton_or_none import tl, triton
 
@@ -175,7 +175,7 @@ def test_a_gpu_is_asked_for_its_properties_once_not_at_every_launch(
     assert asked == [63]
 
 
-@pytest.mark.parametrize("shape", [(6144, 2048), (128, 512), (512, 12288)])
+@pytest.mark.parametrize("shape", [(6144, 2048), (128, 512), (1024, 12288)])
 def test_products_compiled_ahead_have_all_tiles(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,3 +196,27 @@ def test_products_compiled_ahead_have_all_tiles(
         for num_splits in (1, splits):
             share = shape[1] // num_splits
             assert (tile_of(x[:num_rows], weight, share, num_splits), share) in tiles
+
+
+@pytest.mark.parametrize("shape", [(64, 2048), (96, 5120)])
+def test_products_with_few_outputs_compiled_ahead_have_all_forms(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, most = torch.empty(shape, dtype=torch.bfloat16), 4096
+    forms = list[object]()
+
+    def launch(*args: object, **options: object) -> None:
+        has_parts = args[4] is not None
+        forms.append((has_parts, options))
+
+    monkeypatch.setattr(product, "_product_kernel", defaultdict(lambda: lambda *_, **__: None))
+    monkeypatch.setattr(few_outputs_product, "_few_outputs_kernel", defaultdict(lambda: launch))
+    for ahead in own_products(weight, None):
+        ahead()
+    known = [*forms]
+    forms.clear()
+    x = torch.empty(most, shape[1], dtype=torch.bfloat16)
+    for num_rows in range(1, most + 1):
+        product.product(x[:num_rows], weight)
+    assert len(forms) == most
+    assert all(form in known for form in forms)

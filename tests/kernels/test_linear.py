@@ -54,6 +54,18 @@ def test_weights_in_half_precision_are_multiplied_the_same(
     torch.testing.assert_close(out.float(), expected, rtol=4e-3, atol=4e-3)
 
 
+@pytest.mark.parametrize(("num_rows", "num_out"), [(1, 32), (3, 32), (20, 70), (40, 70)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_few_outputs_of_many_inputs(num_rows: int, num_out: int, with_bias: bool) -> None:
+    randn, num_in = normals(num_out, torch.float16), 2120
+    x, weight = randn(num_rows, num_in), randn(num_out, num_in) / num_in**0.5
+    bias = randn(num_out) if with_bias else None
+    expected = linear_reference(
+        x.float(), weight.float(), bias.float() if bias is not None else None
+    )
+    torch.testing.assert_close(linear(x, weight, bias).float(), expected, rtol=4e-3, atol=4e-3)
+
+
 @pytest.mark.parametrize(
     ("size", "with_norm", "dtype"),
     pairwise(

@@ -18,6 +18,7 @@ from outrider.kernels.model.expert_matrix import RELU_SQUARED, SILU, Activation,
 from outrider.kernels.model.expert_tiles import ExpertTiles
 from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.gated_norm import gated_norm
+from outrider.kernels.model.linear import linear
 from outrider.kernels.model.mamba2 import mamba2
 from outrider.kernels.model.narrow_linear import narrow_linear
 from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, RowFormat, has_4_bits
@@ -214,6 +215,34 @@ def test_parts_are_loaded_together(splits: int, dtype: torch.dtype) -> None:
     loads = found[: found.index("STG")].count("LDG")
     assert loads >= 2 * (splits + 2)
     assert found[: found.index("FADD")].count("LDG") >= loads - 4
+
+
+def test_products_with_few_outputs_are_our_own_up_to_256_rows() -> None:
+    with machine_code.names_of_launches(machine_code.H100) as names:
+        for num_rows in (33, 256, 257):
+            names.clear()
+            linear(empty(num_rows, 2048), empty(96, 2048))
+            assert ("_few_outputs_kernel" in names) == (num_rows <= 256)
+
+
+def test_weights_of_few_outputs_are_read_before_inputs_are_there() -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        product(empty(4, 2048), empty(96, 2048))
+    before, after = machine_code.disassembled(kernels[0]).split("ACQBULK")
+    assert len(re.findall(r"LDG\.E\.128", before)) == 8  # each thread's part of 64 x 256
+    assert "HGMMA" in after
+
+
+def test_shares_of_few_outputs_are_added_once_they_are_summed() -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        for num_rows in (4, 513):
+            product(empty(num_rows, 2048), empty(96, 2048))
+    assert len(kernels) == 2
+    for kernel in kernels:
+        code = machine_code.disassembled(kernel)
+        assert "HGMMA" in code
+        # How many products may still be under way when a program goes on.
+        assert set(re.findall(r"WARPGROUP.DEPBAR.LE gsb0, (0x\w+)", code)) == {"0x0"}
 
 
 def plain(num_rows: int) -> None:
