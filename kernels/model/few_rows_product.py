@@ -4,9 +4,10 @@
               scale_x[t, group] * scale_w[group, n // 128] * sum of code_x * code_w
 
 The time is that of reading the weights, so each multiprocessor must have many bytes under way all
-the time. All programs are resident at once if they can be. A program has one warpgroup, and a warp
-that copies codes into shared memory as many groups ahead as fit there. It starts with weights,
-while the kernel that makes the rows still runs. Any number of rows is summed in the same order.
+the time. A program fills a multiprocessor: it has a warpgroup for each tile of outputs that one
+gets, and a warp that copies codes into shared memory as many groups ahead as fit there, the rows'
+codes once for all warpgroups. It starts with weights, while the kernel that makes the rows still
+runs. Any number of rows is summed in the same order.
 """
 
 import torch
@@ -26,7 +27,10 @@ FEW_ROWS = 64
 _GROUP = gl.constexpr(128)  # inputs that share a scale
 _SCALE_OUTS = gl.constexpr(128)  # outputs that share a scale
 _OUTS = gl.constexpr(64)  # rows of the matrix in a tile; if gated, the second half is of `up`
-_RESERVED = 1024  # bytes of shared memory that a multiprocessor takes itself for each program
+_TOGETHER = gl.constexpr(8)  # groups whose rows' scales a warpgroup loads at once
+_MOST_WARPGROUPS = 5  # registers hold the sums of so many
+_HANDED = 512  # bytes of shared memory, by which warps get what they work with, and a barrier
+_COPY_REGISTERS = 24
 
 
 def few_rows_product(
@@ -43,44 +47,58 @@ def few_rows_product(
     layout = gl.NVMMASharedLayout(128, 8)
     x_codes = TensorDescriptor.from_tensor(x.codes, [rows, _GROUP.value], layout)
     codes = TensorDescriptor.from_tensor(matrix.codes, [outs, _GROUP.value], layout)
-    grid = triton.cdiv(num_out, outs), num_splits
-    groups = len(matrix.scale) // num_splits
-    num_sms = num_programs(matrix.codes.device, 1)
-    # So many that all are there at once, or as many as registers hold.
-    per_sm = min(triton.cdiv(grid[0] * grid[1], num_sms), 5 if rows <= 32 else 3)
-    registers = min(64 if rows <= 32 else 96, 256 // per_sm // 8 * 8)
-    _few_rows_kernel[grid](
+    groups, device = len(matrix.scale) // num_splits, matrix.codes.device
+    num_tiles, num_sms = triton.cdiv(num_out, outs), num_programs(device, 1)
+    # As many tiles a program as a multiprocessor gets, or two programs one after the other.
+    at_once = num_sms * triton.cdiv(num_tiles * num_splits, num_sms * _MOST_WARPGROUPS)
+    tiles = triton.cdiv(num_tiles * num_splits, at_once)
+    programs = min(num_tiles, max(triton.cdiv(num_tiles, tiles), at_once // num_splits))
+    warps = 4 * tiles + 4  # the one that copies takes the registers of four
+    registers = min(168, 2048 // warps // 8 * 8)
+    own = (registers * warps - 4 * _COPY_REGISTERS) // (4 * tiles) // 8 * 8
+    _few_rows_kernel[programs, num_splits](
         out, x_codes, x.scale, codes, matrix.scale, out if bias is None else bias,
         num_rows, num_out, matrix.scale.stride(0), NUM_GROUPS=len(matrix.scale), GROUPS=groups,
-        ROWS=rows, STAGES=_num_stages(rows, groups, per_sm, matrix.codes.device),
-        HAS_BIAS=bias is not None, GATED=gated, num_warps=4, maxnreg=registers,
+        ROWS=rows, STAGES=_num_stages(rows, tiles, groups, device), HAS_BIAS=bias is not None,
+        GATED=gated, TILES=tiles, WARPS=(4,) * (tiles - 1) + (1,),
+        REGISTERS=(own,) * (tiles - 1) + (_COPY_REGISTERS,), num_warps=4, maxnreg=registers,
         enable_fp_fusion=False,  # as of many rows
-        **dependent_launch(matrix.codes.device),
+        **dependent_launch(device),
     )  # fmt: skip
 
 
-def _num_stages(rows: int, groups: int, per_sm: int, device: torch.device) -> int:
-    """How many groups ahead codes are copied: shared memory is full with `per_sm` programs."""
-    # Were there room for more programs, some multiprocessors would get more of them than others.
-    room = (shared_bytes(device) + _RESERVED) // per_sm // 128 * 128 - _RESERVED
-    stage: int = (_OUTS.value + rows) * _GROUP.value + 2 * 8  # bytes, with its barriers
-    scales: int = 2 * 4 * triton.next_power_of_2(groups)
-    return min(groups, (room - scales) // stage)
+def _num_stages(rows: int, tiles: int, groups: int, device: torch.device) -> int:
+    """How many groups ahead codes are copied, with so many tiles a program."""
+    stage: int = (tiles * _OUTS.value + rows) * _GROUP.value + 2 * 8  # bytes, with its barriers
+    scales: int = 4 * (2 * tiles * triton.next_power_of_2(groups) + rows * (groups + 7))
+    return min(groups, (shared_bytes(device) - scales - _HANDED) // stage)
+
+
+@gluon.jit
+def _tiles_of(num_out, BOX: gl.constexpr):
+    """The first tile of a program, and how many it has: one a warpgroup, or one fewer."""
+    num_tiles, here = (num_out + BOX - 1) // BOX, gl.program_id(0)
+    first = here * num_tiles // gl.num_programs(0)
+    return first, (here + 1) * num_tiles // gl.num_programs(0) - first
 
 
 @gluon.jit
 def _copy_weights(
-    codes, boxes, has, group, num_out, ROWS: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, BOXES: gl.constexpr,
+    codes, boxes, has, group, num_out, first, count, ROWS: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, BOXES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """Have the weights of a group copied. The rows must follow: the stage opens with both."""
-    stage, first_out = group % STAGES, gl.program_id(0) * (_OUTS // BOXES)
-    mbarrier.expect(has.index(stage), (_OUTS + ROWS) * _GROUP)
-    for i in gl.static_range(BOXES):
-        tma.async_copy_global_to_shared(
-            codes, [first_out + i * num_out, (gl.program_id(1) * GROUPS + group) * _GROUP],
-            has.index(stage), boxes.index(BOXES * stage + i),
-        )  # fmt: skip
+    stage = group % STAGES
+    for i in gl.static_range(TILES):
+        if count == i + 1:
+            mbarrier.expect(has.index(stage), ((i + 1) * _OUTS + ROWS) * _GROUP)
+    for i in gl.static_range(TILES * BOXES):
+        if i // BOXES < count:
+            first_out = (first + i // BOXES) * (_OUTS // BOXES) + i % BOXES * num_out
+            tma.async_copy_global_to_shared(
+                codes, [first_out, (gl.program_id(1) * GROUPS + group) * _GROUP],
+                has.index(stage), boxes.index(TILES * BOXES * stage + i),
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -95,77 +113,106 @@ def _copy_rows(x_codes, x_tiles, has, group, GROUPS: gl.constexpr, STAGES: gl.co
 @gluon.jit
 def _copy(
     x_codes, codes, x_tiles, boxes, has, free, num_out, ROWS: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, BOXES: gl.constexpr, DEPENDENT: gl.constexpr,
+    STAGES: gl.constexpr, BOXES: gl.constexpr, TILES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Have the codes of a share copied, group by group. One warp."""
+    first, count = _tiles_of(num_out, _OUTS // BOXES)
     for group in range(STAGES):
-        _copy_weights(codes, boxes, has, group, num_out, ROWS, GROUPS, STAGES, BOXES)
+        _copy_weights(
+            codes, boxes, has, group, num_out, first, count, ROWS, GROUPS, STAGES, BOXES, TILES
+        )
     wait_for_inputs(DEPENDENT)
     for group in range(STAGES):
         _copy_rows(x_codes, x_tiles, has, group, GROUPS, STAGES)
     for group in range(STAGES, GROUPS):
         mbarrier.wait(free.index(group % STAGES), (group // STAGES & 1) ^ 1)
-        _copy_weights(codes, boxes, has, group, num_out, ROWS, GROUPS, STAGES, BOXES)
+        _copy_weights(
+            codes, boxes, has, group, num_out, first, count, ROWS, GROUPS, STAGES, BOXES, TILES
+        )
         _copy_rows(x_codes, x_tiles, has, group, GROUPS, STAGES)
 
 
 @gluon.jit
-def _load_scales(scale_ptr, kept, num_out, scale_stride, GROUPS: gl.constexpr, BOXES: gl.constexpr):
-    """The weights' scales of a share, into shared memory."""
+def _load_scales(
+    WHICH: gl.constexpr, scale_ptr, kept, first_out, num_out, scale_stride, GROUPS: gl.constexpr,
+    BOXES: gl.constexpr,
+):  # fmt: skip
+    """The weights' scales of a tile and share, into shared memory."""
     # Each lies in another sector of memory: loaded group by group, a program would wait for each.
     KEPT: gl.constexpr = kept.shape[1]
     g = gl.arange(0, KEPT, gl.BlockedLayout([1], [32], [4], [0]))
-    first_out = gl.program_id(0) * (_OUTS // BOXES)
     scale_at = scale_ptr + (gl.program_id(1) * GROUPS + g) * scale_stride
     for i in gl.static_range(BOXES):
         block = (first_out + i * num_out) // _SCALE_OUTS
         scale = gl.load(scale_at + block, mask=g < GROUPS, other=0.0)
-        kept.index(i).store(scale.to(gl.float32))
+        kept.index(WHICH * BOXES + i).store(scale.to(gl.float32))
+
+
+@gluon.jit
+def _load_row_scales(
+    WHICH: gl.constexpr, x_scale_ptr, x_kept, num_rows, NUM_GROUPS: gl.constexpr,
+    GROUPS: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup's part of the rows' scales of a share, into shared memory."""
+    PARTS: gl.constexpr = x_kept.shape[0]
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, 4], [1, 0])
+    m = gl.arange(0, ROWS, gl.SliceLayout(0, LOADED))[None, :]
+    for part in gl.static_range(WHICH, PARTS, TILES):
+        g = part * _TOGETHER + gl.arange(0, _TOGETHER, gl.SliceLayout(1, LOADED))[:, None]
+        at = x_scale_ptr + m * NUM_GROUPS + gl.program_id(1) * GROUPS + g
+        scale = gl.load(at, mask=(g < GROUPS) & (m < num_rows), other=0.0)
+        x_kept.index(part).store(scale)
+
+
+@gluon.jit
+def _meet(met, phase):
+    """Wait until all warpgroups are here."""
+    mbarrier.arrive(met.index(0), count=1)
+    mbarrier.wait(met.index(0), phase)
 
 
 @gluon.jit
 def _multiply(
-    pointers, x_tiles, boxes, kept, has, free, num_rows, num_out, scale_stride,
-    NUM_GROUPS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    BOXES: gl.constexpr, HAS_BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
+    WHICH: gl.constexpr, pointers, x_tiles, boxes, kept, x_kept, has, free, met, num_rows, num_out,
+    scale_stride, NUM_GROUPS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, BOXES: gl.constexpr, TILES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """The products and sums of a tile. One warpgroup."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
-    ROW: gl.constexpr = gl.SliceLayout(0, ACC)
     OUT: gl.constexpr = gl.SliceLayout(1, ACC)
+    CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     KEPT: gl.constexpr = kept.shape[1]
     BOX: gl.constexpr = _OUTS // BOXES
     out_ptr, x_scale_ptr, scale_ptr, bias_ptr = pointers
-    first_out, split = gl.program_id(0) * BOX, gl.program_id(1)
-    tiles = boxes._reinterpret(gl.float8e4nv, [STAGES, _OUTS, _GROUP], gl.NVMMASharedLayout(128, 8))
-    scales = kept._reinterpret(gl.float32, [BOXES * KEPT, 1], VECTOR)
-    _load_scales(scale_ptr, kept, num_out, scale_stride, GROUPS, BOXES)
-
+    split = gl.program_id(1)
+    first, count = _tiles_of(num_out, BOX)
+    first_out = (first + gl.minimum(WHICH, count - 1)) * BOX
+    tiles = boxes._reinterpret(gl.float8e4nv, [STAGES * TILES, _OUTS, _GROUP], CODES)
+    scales = kept._reinterpret(gl.float32, [TILES * BOXES * KEPT, 1], VECTOR)
+    x_scales = x_kept._reinterpret(gl.float32, [x_kept.shape[0] * _TOGETHER, ROWS], VECTOR)
+    _load_scales(WHICH, scale_ptr, kept, first_out, num_out, scale_stride, GROUPS, BOXES)
     wait_for_inputs(DEPENDENT)
-    m = gl.arange(0, ROWS, ROW)
-    is_row = m < num_rows
-    x_scale_at = x_scale_ptr + m * NUM_GROUPS + split * GROUPS
-    next_x_scale = gl.load(x_scale_at, mask=is_row, other=0.0)
+    _load_row_scales(WHICH, x_scale_ptr, x_kept, num_rows, NUM_GROUPS, GROUPS, ROWS, TILES)
+    _meet(met, 0)
+
     none = gl.zeros([_OUTS, ROWS], gl.float32, ACC)
     total = none
+    # A warpgroup without a tile goes along, with whatever is in its place.
     for group in range(GROUPS):
         stage, phase = group % STAGES, group // STAGES & 1
-        x_scale = next_x_scale
-        next_x_scale = gl.load(
-            x_scale_at + gl.minimum(group + 1, GROUPS - 1), mask=is_row, other=0.0
-        )
         mbarrier.wait(has.index(stage), phase)
         part = hopper.warpgroup_mma(
-            tiles.index(stage), x_tiles.index(stage).permute((1, 0)), none, use_acc=False,
-            is_async=True,
+            tiles.index(TILES * stage + WHICH), x_tiles.index(stage).permute((1, 0)), none,
+            use_acc=False, is_async=True,
         )  # fmt: skip
-        scale = scales.index(group).load(OUT)[:, None]
+        scale = scales.index(WHICH * BOXES * KEPT + group).load(OUT)[:, None]
         if BOXES == 2:
-            up = scales.index(KEPT + group).load(OUT)[:, None]
+            up = scales.index((WHICH * BOXES + 1) * KEPT + group).load(OUT)[:, None]
             scale = gl.where(gl.arange(0, _OUTS, OUT)[:, None] < BOX, scale, up)
-        both = scale * x_scale[None, :]
+        both = scale * x_scales.index(group).load(gl.SliceLayout(0, ACC))[None, :]
         part = hopper.warpgroup_mma_wait(0, deps=[part])
         mbarrier.arrive(free.index(stage), count=1)
         total = gl.fma(part, both, total)
@@ -178,13 +225,36 @@ def _multiply(
     STORED: gl.constexpr = ACC if BOXES == 1 else gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
     if BOXES == 2:
         # The gate and `up` of an output are in two warps: they meet where codes were.
-        boxes._reinterpret(gl.float32, [_OUTS, ROWS], PLAIN).store(total)
-        halves = boxes._reinterpret(gl.float32, [2, BOX, ROWS], PLAIN)
-        total = silu(halves.index(0).load(STORED)) * halves.index(1).load(STORED)
+        _meet(met, 1)
+        boxes._reinterpret(gl.float32, [TILES, _OUTS, ROWS], PLAIN).index(WHICH).store(total)
+        halves = boxes._reinterpret(gl.float32, [2 * TILES, BOX, ROWS], PLAIN)
+        gate, up = halves.index(2 * WHICH).load(STORED), halves.index(2 * WHICH + 1).load(STORED)
+        total = silu(gate) * up
     n = first_out + gl.arange(0, BOX, gl.SliceLayout(1, STORED))[:, None]
     m = gl.arange(0, ROWS, gl.SliceLayout(0, STORED))[None, :]
     out_at = out_ptr + (split * num_rows + m).to(gl.int64) * num_out + n
-    gl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=(n < num_out) & (m < num_rows))
+    is_there = (n < num_out) & (m < num_rows) & (count > WHICH)
+    gl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_there)
+
+
+@gluon.jit
+def _work(
+    WHICH: gl.constexpr, pointers, x_codes, codes, x_tiles, boxes, kept, x_kept, has, free, met,
+    num_rows, num_out, scale_stride, NUM_GROUPS: gl.constexpr, GROUPS: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr, TILES: gl.constexpr,
+    HAS_BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """What a warpgroup does or, behind the last of them, a warp."""
+    if WHICH < TILES:
+        _multiply(
+            WHICH, pointers, x_tiles, boxes, kept, x_kept, has, free, met, num_rows, num_out,
+            scale_stride, NUM_GROUPS, GROUPS, ROWS, STAGES, BOXES, TILES, HAS_BIAS, DEPENDENT,
+        )  # fmt: skip
+    else:
+        _copy(
+            x_codes, codes, x_tiles, boxes, has, free, num_out, ROWS, GROUPS, STAGES, BOXES,
+            TILES, DEPENDENT,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -204,30 +274,35 @@ def _few_rows_kernel(
     STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     GATED: gl.constexpr,
+    TILES: gl.constexpr,  # of a program
+    WARPS: gl.constexpr,  # of each part of a program after the first
+    REGISTERS: gl.constexpr,  # of their threads
     DEPENDENT: gl.constexpr,
 ):
-    """Each program: 64 outputs or, gated, 32 of all rows, over one share of the inputs."""
+    """Each program: some tiles of 64 outputs or, gated, 32 of all rows, over a share of inputs."""
     start_next_kernel(DEPENDENT)
     BOXES: gl.constexpr = 2 if GATED else 1
     KEPT: gl.constexpr = triton.next_power_of_2(GROUPS)
+    PARTS: gl.constexpr = (GROUPS + _TOGETHER - 1) // _TOGETHER
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     code: gl.constexpr = gl.float8e4nv
-    boxes = gl.allocate_shared_memory(code, [STAGES * BOXES, _OUTS // BOXES, _GROUP], CODES)
+    boxes = gl.allocate_shared_memory(code, [STAGES * TILES * BOXES, _OUTS // BOXES, _GROUP], CODES)
     x_tiles = gl.allocate_shared_memory(code, [STAGES, ROWS, _GROUP], CODES)
-    kept = gl.allocate_shared_memory(gl.float32, [BOXES, KEPT], VECTOR)
-    has, free = barriers_of(STAGES, 1), barriers_of(STAGES, 1)
+    kept = gl.allocate_shared_memory(gl.float32, [TILES * BOXES, KEPT], VECTOR)
+    x_kept = gl.allocate_shared_memory(gl.float32, [PARTS, _TOGETHER, ROWS], PLAIN)
+    has, free, met = barriers_of(STAGES, 1), barriers_of(STAGES, TILES), barriers_of(1, TILES)
     hopper.fence_async_shared()
     pointers = (out_ptr, x_scale_ptr, scale_ptr, bias_ptr)
     gl.warp_specialize(
         [
-            (_multiply, (
-                pointers, x_tiles, boxes, kept, has, free, num_rows, num_out, scale_stride,
-                NUM_GROUPS, GROUPS, ROWS, STAGES, BOXES, HAS_BIAS, DEPENDENT)),
-            (_copy, (
-                x_codes, codes, x_tiles, boxes, has, free, num_out, ROWS, GROUPS, STAGES, BOXES,
-                DEPENDENT)),
+            (_work, (
+                which, pointers, x_codes, codes, x_tiles, boxes, kept, x_kept, has, free, met,
+                num_rows, num_out, scale_stride, NUM_GROUPS, GROUPS, ROWS, STAGES, BOXES, TILES,
+                HAS_BIAS, DEPENDENT))
+            for which in (0, 1, 2, 3, 4, 5)[: TILES + 1]
         ],
-        [1],
-        [24],
+        WARPS,
+        REGISTERS,
     )  # fmt: skip

@@ -32,7 +32,7 @@ def num_stages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """With fewer stages than groups, or one for each."""
     if request.param is not None:
         monkeypatch.setattr(
-            module, "_num_stages", lambda _, groups, *__: min(groups, request.param)
+            module, "_num_stages", lambda _, __, groups, *___: min(groups, request.param)
         )
 
 
@@ -92,16 +92,36 @@ def test_it_is_the_product_of_the_numbers_that_codes_stand_for(
 
 
 @interpreted
+@pytest.mark.parametrize("num_sms", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize(("num_out", "num_splits", "gated"), [(500, 1, True), (700, 2, False)])
+def test_any_number_of_multiprocessors_gives_the_same(
+    num_sms: int, num_out: int, num_splits: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have many tiles each, or not one for all."""
+    monkeypatch.setattr(module, "_few_rows_kernel", Kernel(name="_few_rows_kernel"))
+    x, matrix = make_rows(10, 1024, torch.float16), make_matrix((1 + gated) * num_out, 1024)
+    outs = []
+    for num in (4, num_sms):
+        monkeypatch.setattr(module, "num_programs", lambda *_, num=num: num)
+        shape = (num_splits, 10, num_out) if num_splits > 1 else (10, num_out)
+        dtype = torch.float32 if num_splits > 1 else torch.float16
+        outs.append(out := torch.full(shape, torch.nan, dtype=dtype))
+        few_rows_product(out, x, matrix, None, num_splits=num_splits, gated=gated)
+    assert torch.equal(*outs)
+
+
+@interpreted
 @pytest.mark.parametrize("seed", range(5))
 def test_any_order_of_warps_and_copies_gives_the_same(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_num_stages", lambda *_: 2)
-    x, matrix = make_rows(30, 1024, torch.float16), make_matrix(128, 1024)
+    monkeypatch.setattr(module, "num_programs", lambda *_: 1)  # whose warpgroups have a tile each
+    x, matrix = make_rows(40, 5120, torch.float16), make_matrix(320, 5120)
     outs = []
     for each in (100, seed):
         monkeypatch.setattr(module, "_few_rows_kernel", Kernel(None, each, "_few_rows_kernel"))
-        outs.append(out := torch.zeros(30, 64, dtype=torch.float16))
+        outs.append(out := torch.zeros(40, 160, dtype=torch.float16))
         few_rows_product(out, x, matrix, None, num_splits=1, gated=True)
     assert torch.equal(*outs)
 
@@ -175,16 +195,16 @@ def test_it_takes_up_to_64_rows_that_are_not_added(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("rows", [8, 64])
-@pytest.mark.parametrize("per_sm", [1, 2, 3])
+@pytest.mark.parametrize("tiles", [1, 2, 5])
 def test_programs_take_the_shared_memory_that_they_have(
-    rows: int, per_sm: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "shared_bytes", lambda _: 232_448)
-    num_stages = module._num_stages(rows, 40, per_sm, DEVICE)
-    stage, scales = (64 + rows) * 128 + 16, 2 * 64 * 4
-    most = 233_472 // per_sm - 1024
-    assert num_stages * stage + scales <= most < (num_stages + 1) * stage + scales + 128
-    assert module._num_stages(rows, 3, per_sm, DEVICE) == 3
+    num_stages = module._num_stages(rows, tiles, 136, DEVICE)
+    stage, scales = (64 * tiles + rows) * 128 + 16, (2 * tiles * 256 + 136 * rows) * 4
+    slack, most = 7 * 4 * rows + 512, 232_448
+    assert num_stages * stage + scales + 512 <= most < (num_stages + 1) * stage + scales + slack
+    assert module._num_stages(rows, tiles, 3, DEVICE) == 3
 
 
 SHAPES = [

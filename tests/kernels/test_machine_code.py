@@ -309,27 +309,26 @@ def test_sums_of_blocks_stay_in_registers(
 
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
 @pytest.mark.parametrize(
-    ("num_rows", "num_out", "num_in", "num_splits", "gated", "has_bias", "per_sm"),
+    ("num_rows", "num_out", "num_in", "num_splits", "gated", "has_bias", "tiles"),
     [
-        (4, 34816, 5120, 1, True, False, 5),
-        deep(16, 34816, 5120, 1, True, False, 5),
-        (32, 34816, 5120, 1, True, True, 5),
-        (64, 34816, 5120, 1, True, True, 3),
+        deep(4, 34816, 5120, 1, True, False, 5),
+        deep(32, 34816, 5120, 1, True, True, 5),
+        (64, 34816, 5120, 1, True, True, 5),
+        deep(64, 51200, 5120, 1, True, False, 4),  # two programs one after the other
         deep(4, 16384, 5120, 1, False, False, 2),
-        deep(64, 16384, 5120, 1, False, False, 2),
-        deep(32, 5120, 17408, 4, False, False, 3),
+        (64, 16384, 5120, 1, False, False, 2),
         deep(64, 5120, 17408, 4, False, False, 3),
         deep(64, 2048, 4096, 8, False, False, 2),
     ],
 )
-def test_programs_of_few_rows_share_a_multiprocessor(
+def test_a_program_of_few_rows_fits_a_multiprocessor(
     num_rows: int,
     num_out: int,
     num_in: int,
     num_splits: int,
     gated: bool,
     has_bias: bool,
-    per_sm: int,
+    tiles: int,
 ) -> None:
     with machine_code.launches(machine_code.H100) as kernels:
         in_blocks(
@@ -338,12 +337,13 @@ def test_programs_of_few_rows_share_a_multiprocessor(
         )  # fmt: skip
     (kernel,) = kernels
     assert "warp_specialize" in kernel.asm["ttgir"]
-    shared = -(-kernel.metadata.shared // 128) * 128 + 1024
-    assert per_sm * shared <= machine_code.H100.shared_bytes + 1024
-    assert per_sm * 32 * kernel.metadata.num_warps * kernel.metadata.maxnreg <= 1 << 16
+    assert kernel.metadata.shared <= machine_code.H100.shared_bytes
+    assert kernel.metadata.num_warps == 4 * tiles + 4
+    assert 32 * kernel.metadata.num_warps * kernel.metadata.maxnreg <= 1 << 16
     code = machine_code.disassembled(kernel)
-    assert re.search(r"\bQGMMA\b", code)
-    assert not re.search(r"\b(STL|LDL)\b", code), "registers are spilled"
+    loops = re.findall(r"QGMMA.*?\bBRA\b", code, re.DOTALL)
+    assert len(loops) == tiles
+    assert not any(re.search(r"\b(STL|LDL)\b", loop) for loop in loops), "registers are spilled"
 
 
 def attention(
@@ -424,11 +424,6 @@ def few_rows(
 @pytest.mark.parametrize(
     ("heads", "window", "has_sinks", "page"),
     [
-        ((32, 8, 128), None, False, 16),  # Qwen3-8B
-        deep((64, 8, 128), 4096, True, 64),
-        deep((64, 1, 128), None, False, 256),
-        deep((64, 8, 64), None, True, 16),  # gpt-oss
-        ((64, 8, 64), 128, True, 16),
         ((24, 4, 256), None, False, 16),  # Qwen3.6-27B
         deep((16, 2, 256), None, False, 16),  # Qwen3.6-35B-A3B
         deep((8, 4, 256), 1024, False, 16),
@@ -436,24 +431,20 @@ def few_rows(
         deep((64, 1, 256), None, True, 8),
     ],
 )
-def test_few_rows_fit_a_hopper_gpu(
+def test_few_rows_of_large_heads_fit_a_hopper_gpu(
     heads: tuple[int, int, int], window: int | None, has_sinks: bool, page: int
 ) -> None:
     with machine_code.launches(machine_code.H100) as kernels:
         few_rows(heads, window, has_sinks, page=page)
     *_, rows, merging = kernels
     assert rows.metadata.name == "_few_rows_attention_kernel"
-    per_sm = 2 if heads[2] == 64 else 1
-    assert per_sm * (rows.metadata.shared + 1024) <= machine_code.H100.shared_bytes + 1024
-    assert per_sm * 32 * rows.metadata.num_warps * rows.metadata.maxnreg <= 1 << 16
+    assert rows.metadata.shared <= machine_code.H100.shared_bytes
     check([rows])
-    code = machine_code.disassembled(rows)
-    assert heads[2] > 128 or not re.search(r"\b(STL|LDL)\b", code), "registers are spilled"
     assert merging.metadata.name == "_merge_parts_kernel"
     loads, sums = machine_code.disassembled(merging).split("BAR.SYNC")
-    # Four of a part's sums a thread: of eight splits, all at once.
-    assert len(re.findall(r"\bLDG\.E\.128\b", loads)) == 8
-    assert "LDG.E.128" not in sums
+    # A part's sums, in pairs, and its state: of eight splits, all at once.
+    assert len(re.findall(r"\bLDG\.E\.64\b", loads)) == 8
+    assert "LDG.E.64" not in sums
     assert "MUFU.EX2" not in loads
 
 
@@ -474,8 +465,7 @@ def test_attention_refuses_heads_that_are_not_dense(num_rows: int) -> None:
 @pytest.mark.parametrize(
     "launch",
     [
-        partial(few_rows, (71, 1, 64)),
-        partial(few_rows, (32, 8, 128), cache=torch.float8_e4m3fn),
+        partial(few_rows, (32, 8, 128)),
         partial(few_rows, (128, 1, 256)),  # too many query heads for a warpgroup
         partial(few_rows, (16, 2, 256), softcap=5.0),
         partial(few_rows, (16, 2, 256), page=5),
