@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from kernels import DEVICE, time_us
-from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu
+from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu, row_format_of
 from outrider.kernels.model.experts import add_experts, expert_activations
-from outrider.kernels.model.experts_product import experts_product
+from outrider.kernels.model.experts_product import MOST_ROUNDED_WITHIN, experts_product
 from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, has_4_bits
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Router, route
+from outrider.kernels.model.row_codes import Rows, as_wanted
 from outrider.kernels.model.split_product import add_parts
 
 ROWS = (1, 8, 32, 64, 256, 4096)
@@ -44,6 +45,7 @@ def make_narrow(name: str, num_experts: int, num_out: int, num_in: int) -> Exper
     codes = codes.view(torch.float8_e4m3fn if kind == "fp8" else torch.uint8)
     scale = torch.rand(num_in // group, num_rows // rows, device=DEVICE) / 100
     matrix = NarrowMatrix(kind, codes, scale.bfloat16(), None, num_in, group, rows)
+    matrix = matrix._replace(rounds_inputs=name == "fp8-blocks")
     if kind == "nvfp4":
         factor = torch.ones(num_rows, device=DEVICE)
         shape = num_in // 64, num_rows, 4
@@ -89,7 +91,7 @@ def make_logits(num_rows: int, num_experts: int, top_k: int) -> list[Tensor]:
 
 
 def run_layer(
-    residual: Tensor, x: Tensor, logits: Tensor, top_k: int, experts: Experts, norm: Norm
+    residual: Tensor, x: Rows, logits: Tensor, top_k: int, experts: Experts, norm: Norm
 ) -> None:
     routing = route(logits, Router(top_k))
     gated = expert_activations(x, routing, experts.first, experts.glu)
@@ -101,17 +103,20 @@ def time_parts(experts: Experts, num_rows: int, top_k: int, tb_per_s: float) -> 
     num_experts, hidden = experts.down.num_experts, experts.down.num_out
     logits = make_logits(num_rows, num_experts, top_k)
     x = torch.randn(num_rows, hidden, device=DEVICE).bfloat16()
+    rows = as_wanted(x, row_format_of(experts.first))  # as the norm in front gives them
     residual = torch.zeros_like(x)
     norm = Norm(torch.ones(hidden, device=DEVICE).bfloat16(), 1e-5)
     routings = [route(each, Router(top_k)) for each in logits]
-    gated = experts_product(x, routings[0], experts.first, experts.glu)
+    gated = expert_activations(rows, routings[0], experts.first, experts.glu)
+    if routings[0].tiles.pairs.shape[1] > MOST_ROUNDED_WITHIN:
+        gated = as_wanted(gated, row_format_of(experts.down))
     parts = experts_product(gated, routings[0], experts.down, None)
     calls = (
         [partial(route, each, Router(top_k)) for each in logits],
-        [partial(experts_product, x, each, experts.first, experts.glu) for each in routings],
+        [partial(experts_product, rows, each, experts.first, experts.glu) for each in routings],
         [partial(experts_product, gated, each, experts.down, None) for each in routings],
         [partial(add_parts, residual, parts, norm)],
-        [partial(run_layer, residual, x, each, top_k, experts, norm) for each in logits],
+        [partial(run_layer, residual, rows, each, top_k, experts, norm) for each in logits],
     )
     num_taken = sum(len(each.ids.unique()) for each in routings) / len(routings)
     num_bytes = (experts.first.num_bytes + experts.down.num_bytes) * num_taken / num_experts

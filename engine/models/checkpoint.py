@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.model.narrow_matrix import (
-    NarrowMatrix,
-    dequantise,
-    stack,
-    without_rounding,
-)
+from outrider.kernels.model.expert_matrix import for_expert
+from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, stack
 from outrider.kernels.model.rms_norm import Norm
 
 from ..progress import ReportCounts
@@ -98,12 +94,12 @@ class AnyCheckpoint(ABC):
         sizes: Mapping[str, Outputs],
         axis: Axis | None = None,
         *,
-        rounds_inputs: bool = True,
+        of_expert: bool = False,
     ) -> Matrix:
         """The matrices of layers, stacked; `sizes` as in `linear`. They are not kept.
 
-        Inputs are rounded if the format rounds them and `rounds_inputs` is true. Raises as `linear`
-        does.
+        Inputs are rounded if the format rounds them; those `of_expert` not always (see there).
+        Raises as `linear` does.
         """
 
     def stacks_layers(self, name: str, num_layers: int) -> bool:
@@ -314,7 +310,7 @@ class Checkpoint(AnyCheckpoint):
         sizes: Mapping[str, Outputs],
         axis: Axis | None = None,
         *,
-        rounds_inputs: bool = True,
+        of_expert: bool = False,
     ) -> Matrix:
         names = [f"{layer}.weight" for layer in sizes]
         cuts = [
@@ -324,9 +320,9 @@ class Checkpoint(AnyCheckpoint):
         for name, shape, cut in zip(names, shapes, cuts, strict=True):
             if name in self and self.view(name).dtype != torch.uint8:  # two numbers a byte
                 check_shape(name, self.view(name).shape, self.share.whole(shape, cut))
-        matrices = [self._share_of(layer, cut) for layer, cut in zip(sizes, cuts, strict=True)]
-        if not rounds_inputs:
-            matrices = [each and without_rounding(each) for each in matrices]
+        matrices = [
+            self._share_of(layer, cut, of_expert) for layer, cut in zip(sizes, cuts, strict=True)
+        ]
         for name, matrix, shape in zip(names, matrices, shapes, strict=True):
             if matrix is not None:
                 self.has_quantised = True
@@ -346,7 +342,7 @@ class Checkpoint(AnyCheckpoint):
             return Dense(torch.cat([weight.dequantised() for weight in weights]))
         return Stacked(weights)
 
-    def _share_of(self, layer: str, cut: Cut) -> NarrowMatrix | None:
+    def _share_of(self, layer: str, cut: Cut, is_of_expert: bool) -> NarrowMatrix | None:
         """This rank's share of a layer that is quantised; None if it is not.
 
         Raises SharedScaleError if a scale would be cut.
@@ -359,6 +355,8 @@ class Checkpoint(AnyCheckpoint):
             raise ValueError(f"{layer}: {reason}") from None
         if matrix is None:
             return None
+        if is_of_expert:  # as the whole layer has it, so that it is alike in any share
+            matrix = for_expert(matrix)
         try:
             return self.share.of_narrow(matrix, cut)
         except ValueError as reason:

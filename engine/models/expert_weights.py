@@ -18,6 +18,7 @@ from outrider.kernels.model.expert_matrix import (
     ExpertMatrix,
     layers_in_first,
     part_of,
+    row_format_of,
 )
 from outrider.kernels.model.experts import (
     ExpertProduct,
@@ -29,27 +30,31 @@ from outrider.kernels.model.experts import (
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, can_stack, dequantise, stack
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Router, Routing
-from outrider.kernels.model.row_codes import Rows
+from outrider.kernels.model.row_codes import Rows, plain
 
 from .admission import UnsupportedModelError
 from .checkpoint import AnyCheckpoint, Lent, check_shape
-from .narrow_weight import Narrow
+from .narrow_weight import Narrow, Scaled
 from .shares import Cut, Outputs, Section, Share
 from .weights import Axis, Dense, Layer, Matrix, Weight
 
 
 class ExpertWeights(Weight):
-    """The matrices of all experts, [E N, K], of which a row takes those that it is routed to."""
+    """The matrices of all experts, [E N, K], of which a row takes those that it is routed to.
+
+    Their `input_eps` is twice that of other layers: what `down` takes is made within a module of
+    transformers', where it is not rounded for a comparison.
+    """
 
     @abstractmethod
     def activations(
-        self, x: Tensor, routing: Routing, bias: Tensor | None, activation: Activation
-    ) -> Tensor:
+        self, x: Rows, routing: Routing, bias: Tensor | None, activation: Activation
+    ) -> Rows:
         """As `expert_activations`."""
 
     @abstractmethod
     def add_to(
-        self, x: Tensor, inner: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
+        self, x: Tensor, inner: Rows, routing: Routing, bias: Tensor | None, norm: Norm | None
     ) -> Rows | None:
         """As `add_experts`. Shape: x [T, N], inner [T * k, K]."""
 
@@ -65,21 +70,28 @@ class StackedExperts(ExpertWeights):
     def __init__(
         self, matrix: Tensor | NarrowMatrix, num_experts: int, top_k: int, dtype: torch.dtype
     ) -> None:
+        if isinstance(matrix, NarrowMatrix) and matrix.rounds_inputs:
+            # One after the other, as a program reads a block's.
+            by_block = matrix.scale.t().clone(memory_format=torch.contiguous_format)
+            matrix = matrix._replace(scale=by_block.t())
         self._matrix, self._num_experts, self._dtype = matrix, num_experts, dtype
         self.shape = (matrix.shape[0], matrix.shape[1])
         self.num_bytes = self._with(None).num_bytes * top_k // num_experts
         self.format = matrix.kind if isinstance(matrix, NarrowMatrix) else ""
+        self.row_format = row_format_of(self._with(None))
+        if self.row_format is not None:
+            self.format, self.input_eps = f"{self.format} (inputs too)", 2 * Scaled.input_eps
 
     def _with(self, bias: Tensor | None) -> ExpertMatrix:
         return ExpertMatrix(self._matrix, bias, self._num_experts)
 
     def activations(
-        self, x: Tensor, routing: Routing, bias: Tensor | None, activation: Activation
-    ) -> Tensor:
+        self, x: Rows, routing: Routing, bias: Tensor | None, activation: Activation
+    ) -> Rows:
         return expert_activations(x, routing, self._with(bias), activation)
 
     def add_to(
-        self, x: Tensor, inner: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
+        self, x: Tensor, inner: Rows, routing: Routing, bias: Tensor | None, norm: Norm | None
     ) -> Rows | None:
         return add_experts(x, inner, routing, self._with(bias), norm)
 
@@ -100,7 +112,7 @@ class SeparateExperts(ExpertWeights):
         self.num_bytes = sum(weight.num_bytes for weight in weights) * top_k // len(weights)
         self.format = weights[0].format
         self.batch_invariant = all(weight.batch_invariant for weight in weights)
-        self.input_eps = max(weight.input_eps for weight in weights)
+        self.input_eps = 2 * max(weight.input_eps for weight in weights)
 
     def _product(self, bias: Tensor | None) -> ExpertProduct:
         weights = self._weights
@@ -108,15 +120,15 @@ class SeparateExperts(ExpertWeights):
         return lambda expert, rows: weights[expert].multiply(rows, biases[expert])
 
     def activations(
-        self, x: Tensor, routing: Routing, bias: Tensor | None, activation: Activation
-    ) -> Tensor:
+        self, x: Rows, routing: Routing, bias: Tensor | None, activation: Activation
+    ) -> Rows:
         num_out = self._weights[0].shape[0] // layers_in_first(activation)
-        return activations_by_expert(x, routing, self._product(bias), num_out, activation)
+        return activations_by_expert(plain(x), routing, self._product(bias), num_out, activation)
 
     def add_to(
-        self, x: Tensor, inner: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
+        self, x: Tensor, inner: Rows, routing: Routing, bias: Tensor | None, norm: Norm | None
     ) -> None:
-        add_by_expert(x, inner, routing, self._product(bias))
+        add_by_expert(x, plain(inner), routing, self._product(bias))
 
     def dequantised(self) -> Tensor:
         return torch.cat([weight.dequantised() for weight in self._weights])
@@ -170,7 +182,14 @@ class ExpertLayer(NamedTuple):
             own, others = each[:num_experts], each[num_experts:]
             return [own] if cut is None else [own, *_whole(others, cut, len(names) - 1)]
 
-        tensors.lent.append(Lent(names, as_in_modules))
+        def taken(x: Tensor, i: int) -> Tensor:
+            if i == 0 and axis == "inputs":
+                return x  # not what `down` takes, which that module makes
+            return torch.cat([one.taken(part, 0) for part in x.split(num_in, 1)], 1)
+
+        one, axis = matrices[0], self.axis
+        inputs = taken if weights.input_eps > 0 else None
+        tensors.lent.append(Lent(names, as_in_modules, inputs))
         return Layer(weights, None, self.axis)
 
     def takes(self, tensors: AnyCheckpoint, other: Matrix) -> bool:
@@ -224,7 +243,7 @@ class SharedExpert(NamedTuple):
             (first, width, sizes, of_first),
             (down, self.inner, added, Cut("inputs")),
         ):
-            weight = tensors.weight(num_in, names, cut.axis, rounds_inputs=False)
+            weight = tensors.weight(num_in, names, cut.axis, of_expert=True)
             matrices = _parts_of(weight, count, cut, tensors.dtype)
             if not matrices or not like.takes(tensors, matrices[0]):
                 return None
@@ -294,7 +313,6 @@ def read_experts(
 ) -> ExpertLayer:
     """The layers `sizes` of all experts, stacked as `stored` or one by one, in any format.
 
-    Their inputs are not rounded, whatever the format says: the bytes of weights take the time.
     Raises as AnyCheckpoint.linear does.
     """
     num_out, whole = sum(sizes.values()), f"{name}.{stored}"
@@ -315,7 +333,7 @@ def read_experts(
                 num_inputs,
                 {f"{name}.{i}.{part}": size for part, size in parts.items()},
                 axis,
-                rounds_inputs=False,
+                of_expert=True,
             )
             for i in range(num_experts)
         ]

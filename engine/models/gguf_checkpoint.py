@@ -130,7 +130,7 @@ class GgufCheckpoint(AnyCheckpoint):
         sizes: Mapping[str, Outputs],
         axis: Axis | None = None,
         *,
-        rounds_inputs: bool = True,
+        of_expert: bool = False,
     ) -> Matrix:
         names = [f"{name}.weight" for name in sizes]
         for name, size in zip(names, sizes.values(), strict=True):

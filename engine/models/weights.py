@@ -49,6 +49,11 @@ class Weight(ABC):
     format: str = ""  # of the numbers; "" if they are in the model's dtype
     batch_invariant: bool = False  # whether the bits of a row do not depend on the batch
     input_eps: float = 0.0  # how far a layer may be off because its inputs are rounded
+    row_format: RowFormat | None = None  # of codes, if it multiplies by those of rows
+
+    def before(self, norm: Norm) -> Norm:
+        """The norm in front of this layer; it also rounds its result if the layer wants codes."""
+        return norm._replace(rounds=self.row_format)
 
     @abstractmethod
     def dequantised(self) -> Tensor:
@@ -73,8 +78,6 @@ class Weight(ABC):
 class Matrix(Weight):
     """The matrix of a linear layer, [N, K]."""
 
-    row_format: RowFormat | None = None  # of codes, if it multiplies by those of rows
-
     @abstractmethod
     def multiply(self, x: Rows, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
         """x W^T + b. Shape: x [T, K] -> [T, N] or, gated, [T, N / 2]."""
@@ -88,10 +91,6 @@ class Matrix(Weight):
         Otherwise returns None, and the layer that reads the residual must apply `norm`.
         Shape: residual [T, N], x [T, K] -> [T, N]
         """
-
-    def before(self, norm: Norm) -> Norm:
-        """The norm in front of this layer; it also rounds its result if the layer wants codes."""
-        return norm._replace(rounds=self.row_format)
 
     def pieces(
         self, x: Rows, bias: Tensor | None, norm: Norm | None, sizes: Sequence[int]

@@ -169,12 +169,12 @@ class ExpertsOverRanks(ExpertWeights):
         self.batch_invariant = weight.batch_invariant
 
     def activations(
-        self, x: Tensor, routing: Routing, bias: Tensor | None, activation: Activation
-    ) -> Tensor:
+        self, x: Rows, routing: Routing, bias: Tensor | None, activation: Activation
+    ) -> Rows:
         raise TypeError("the first layer of experts is shared by its outputs")
 
     def add_to(
-        self, x: Tensor, inner: Tensor, routing: Routing, bias: Tensor | None, norm: Norm | None
+        self, x: Tensor, inner: Rows, routing: Routing, bias: Tensor | None, norm: Norm | None
     ) -> Rows | None:
         def compute(out: Tensor | None) -> Tensor:
             part = torch.zeros_like(x) if out is None else out.zero_()

@@ -6,7 +6,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .narrow_matrix import NarrowMatrix, dequantise
+from .narrow_matrix import STEP, NarrowMatrix, RowFormat, dequantise, without_rounding
 
 MXFP4_GROUP = 32  # inputs that share a scale in MXFP4
 
@@ -67,6 +67,21 @@ def part_of(matrix: Tensor | NarrowMatrix, expert: int, num_experts: int) -> Ten
     zero = None if matrix.zero is None else matrix.zero[:, part]
     factor = None if matrix.factor is None else matrix.factor[part]
     return matrix._replace(codes=matrix.codes[part], scale=scale, zero=zero, factor=factor)
+
+
+def for_expert(matrix: NarrowMatrix) -> NarrowMatrix:
+    """A matrix of a checkpoint as an expert takes it.
+
+    Inputs are rounded if the format rounds them by blocks of FP8. Others stay as they are: the
+    bytes of weights take the time of few rows, and a group is all inputs.
+    """
+    is_block = matrix.kind == "fp8" and matrix.group == STEP and matrix.rows > 1
+    return matrix if is_block else without_rounding(matrix)
+
+
+def row_format_of(layer: ExpertMatrix) -> RowFormat | None:
+    """What its inputs are rounded to, if they are."""
+    return layer.matrix.row_format if isinstance(layer.matrix, NarrowMatrix) else None
 
 
 def is_mxfp4(matrix: NarrowMatrix) -> bool:

@@ -5,9 +5,9 @@
 The first layer of gated ones is gate and up, of others up alone.
 
 A program multiplies a tile of rows that share an expert by some outputs of it. Codes become numbers
-of x's dtype, which holds them exactly, on their way to the tensor cores; sums are float32. An
-output adds up its inputs in one order, whatever the tile, so the bits of a row do not depend on the
-batch.
+of x's dtype, which holds them exactly, on their way to the tensor cores; those in blocks of FP8
+multiply codes of rows. Sums are float32. An output adds up its inputs in one order, whatever the
+tile, so the bits of a row do not depend on the batch.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,12 @@ from .expert_matrix import (
     ExpertMatrix,
     expert_of,
     layers_in_first,
+    row_format_of,
 )
-from .experts_product import experts_product
+from .experts_product import MOST_ROUNDED_WITHIN, experts_product
 from .rms_norm import Norm
 from .routing import Routing
-from .row_codes import Rows
+from .row_codes import Rows, as_wanted, rounded_rows
 from .silu_mul import silu_mul_reference
 from .split_product import add_parts
 
@@ -41,22 +42,24 @@ ExpertProduct = Callable[[int, Tensor], Tensor]
 
 
 def expert_activations(
-    x: Tensor, routing: Routing, first: ExpertMatrix, activation: Activation
-) -> Tensor:
-    """Those of each pair of a row and one of its experts.
+    x: Rows, routing: Routing, first: ExpertMatrix, activation: Activation
+) -> Rows:
+    """Those of each pair of a row and one of its experts, for `add_experts`.
 
     Shape: x [T, K], rows dense, first [2 N, K] each, the gate's outputs first, or [N, K] without a
         gate -> [T * k, N]
     """
-    if not uses_triton(x):
+    if isinstance(x, Tensor) and not uses_triton(x):
         num_out = first.num_out // layers_in_first(activation)
-        return activations_by_expert(x, routing, partial(_linear, first), num_out, activation)
-    return experts_product(x, routing, first, activation)
+        return activations_by_expert(
+            x, routing, partial(product_reference, first), num_out, activation
+        )
+    return experts_product(as_wanted(x, row_format_of(first)), routing, first, activation)
 
 
 def add_experts(
     residual: Tensor,
-    inner: Tensor,
+    inner: Rows,
     routing: Routing,
     down: ExpertMatrix,
     norm: Norm | None = None,
@@ -68,11 +71,13 @@ def add_experts(
     too many parts to write them all: some outputs are added after others, which changes no sum.
     Shape: residual [T, N] dense, inner [T * k, K], down [N, K] each -> [T, N]
     """
-    if not uses_triton(inner):
-        add_by_expert(residual, inner, routing, partial(_linear, down))
+    if isinstance(inner, Tensor) and not uses_triton(inner):
+        add_by_expert(residual, inner, routing, partial(product_reference, down))
         return None
+    if routing.tiles.pairs.shape[1] > MOST_ROUNDED_WITHIN:
+        inner = as_wanted(inner, row_format_of(down))
     width = residual.shape[1]
-    if len(inner) * width * inner.element_size() <= _MOST_PARTS_BYTES:
+    if routing.ids.numel() * width * residual.element_size() <= _MOST_PARTS_BYTES:
         parts = experts_product(inner, routing, down, None)
         return add_parts(residual, parts, norm, num_real=routing.num_rows)
     for first in range(0, width, _OUTPUTS_AT_ONCE):
@@ -125,5 +130,8 @@ def add_by_expert(
     residual.add_(total.to(residual.dtype))
 
 
-def _linear(layer: ExpertMatrix, expert: int, rows: Tensor) -> Tensor:
+def product_reference(layer: ExpertMatrix, expert: int, rows: Tensor) -> Tensor:
+    """Rows by one expert's matrix, plus its bias. Shape: [n, K] -> [n, N]."""
+    if (row_format := row_format_of(layer)) is not None:
+        rows = rounded_rows(rows, row_format)
     return F.linear(rows, *expert_of(layer, expert, rows.dtype))

@@ -1,10 +1,9 @@
 """The kernel of products with experts' matrices, and how it is launched.
 
 A program multiplies a tile of rows that share an expert by some of its outputs. Blocks of a plain
-matrix come through shared memory. Codes go from memory straight into the registers of the threads
-that multiply by them, those of the next steps while some are multiplied: as `narrow_product.py`
-does it or, in MXFP4, with the scale in the number that a code becomes. It is a power of two, so the
-number stays exact.
+matrix come through shared memory, and so do codes that multiply codes (`scaled_experts.py`). Others
+go from memory straight into the registers of the threads that multiply by them, as in
+`narrow_product.py` or `mxfp4_experts.py`.
 
 A tile of 128 pairs that is at most half full, as an expert's last often is, is multiplied as one of
 64.
@@ -18,14 +17,18 @@ from torch import Tensor
 from .._dispatch import is_hopper, num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
-from .e2m1 import scaled_from_e2m1, unscaled
 from .expert_matrix import MXFP4_GROUP, Activation, ExpertMatrix, Glu, is_mxfp4
-from .narrow_matrix import NarrowMatrix, has_4_bits
-from .narrow_numbers import in_order_by_warp, output_by_warp
-from .narrow_product import codes_of_steps, share_of_product
+from .mxfp4_experts import mxfp4_sums
+from .narrow_matrix import STEP, NarrowMatrix, has_4_bits
+from .narrow_numbers import output_by_warp
+from .narrow_product import share_of_product
 from .routing import Routing
+from .row_codes import RowCodes, Rows
+from .scaled_experts import scaled_sums
 
 _STEP_BYTES = 128  # of a plain matrix's row, in a step
+# Pairs of a tile up to which each program rounds rows itself: larger ones would do it for long.
+MOST_ROUNDED_WITHIN = 32
 
 
 class _Numbers(NamedTuple):
@@ -78,6 +81,20 @@ def _of_mxfp4(matrix: NarrowMatrix, x: Tensor, size: int) -> _Numbers:
     return numbers._replace(scale=matrix.scale.view(torch.uint8), options=options)
 
 
+def _of_scaled(matrix: NarrowMatrix, x: Tensor, size: int) -> _Numbers:
+    """For tiles of `size` pairs."""
+    assert (matrix.kind, matrix.group) == ("fp8", STEP)
+    outs, num_warps, most = (128, 8, 4) if size == 128 else (64, 4, 5)
+    stage_bytes = (outs + size * x.element_size()) * STEP
+    stages = num_stages_of(most, stage_bytes, x.device)
+    tiling = {"BLOCK_N": outs, "STEPS": 1, "num_warps": num_warps, "num_stages": stages}
+    options = {
+        "KIND": "scaled", "WIDTH": matrix.codes.shape[1], "GROUP": STEP, "ROWS": matrix.rows,
+        "STEP": STEP, "CHUNK": 0,
+    }  # fmt: skip
+    return _Numbers(matrix.codes, matrix.scale, None, None, options | tiling)
+
+
 def _of_narrow(matrix: NarrowMatrix, x: Tensor, size: int) -> _Numbers:
     """For tiles of `size` pairs."""
     assert matrix.scale.is_contiguous()
@@ -99,14 +116,15 @@ def _of_narrow(matrix: NarrowMatrix, x: Tensor, size: int) -> _Numbers:
 
 
 def experts_product(
-    x: Tensor,
+    x: Rows,
     routing: Routing,
     layer: ExpertMatrix,
     activation: Activation | None,
     some: range | None = None,
 ) -> Tensor:
     """With an activation, the activations of each pair; else its outputs times its weight, which
-    are the parts of each row's sum: all of them, or `some`, which begin at a multiple of 128.
+    are the parts of each row's sum: all of them, or `some`, which begin at a multiple of 128. Rows
+    for a matrix that rounds its inputs are codes or, in tiles of few pairs, may be as they are.
 
     Sums are not split over K: that was slower on an H200 from a few rows on.
     Parts are rounded to x's dtype, since a prompt has many. Those of padding rows are not written.
@@ -120,20 +138,23 @@ def experts_product(
     outs = range(num_out) if some is None else some
     assert outs.start % 128 == 0
     assert outs.stop <= num_out
-    assert matrix.shape[1] == x.shape[1]
-    assert x.stride(-1) == 1
+    rows, x_scale = (x.codes, x.scale) if isinstance(x, RowCodes) else (x, None)
+    assert isinstance(x, RowCodes) or matrix.shape[1] == rows.shape[1]
+    assert rows.stride(-1) == 1
     num_tiles, size = routing.tiles.pairs.shape
     if not isinstance(matrix, NarrowMatrix):
-        numbers = _of_plain(layer, x, size)
+        numbers = _of_plain(layer, rows, size)
     else:
-        numbers = _of_mxfp4(matrix, x, size) if is_mxfp4(matrix) else _of_narrow(matrix, x, size)
+        of_kind = _of_mxfp4 if is_mxfp4(matrix) else _of_narrow
+        numbers = (_of_scaled if matrix.rounds_inputs else of_kind)(matrix, rows, size)
     num_tiles *= triton.cdiv(len(outs) * (2 if glu else 1), numbers.options["BLOCK_N"])
     is_first = activation is not None
     shape = (num_pairs, num_out) if is_first else (top_k, num_rows, len(outs))
-    out = x.new_empty(shape)
+    out = torch.empty(shape, dtype=x.dtype, device=rows.device)
     _experts_kernel[(num_tiles,)](
         out,
-        x,
+        rows,
+        x_scale,
         routing.weights,
         *routing.tiles,
         numbers.codes,
@@ -146,8 +167,8 @@ def experts_product(
         num_out,
         outs.start,
         len(outs),
-        x.stride(0),
-        0 if numbers.scale is None else numbers.scale.stride(0),
+        rows.stride(0),
+        *((0, 0) if numbers.scale is None else numbers.scale.stride()),
         layer.num_experts,
         TOP_K=top_k,
         NUM_ROWS=matrix.shape[0],
@@ -156,10 +177,10 @@ def experts_product(
         GATED=glu is not None,
         BLOCK_M=size,
         WARPS=numbers.options["num_warps"],
-        IN_PAIRS=x.is_cuda and x.element_size() == 2,
+        IN_PAIRS=rows.is_cuda and rows.element_size() == 2,
         enable_fp_fusion=False,  # otherwise only some of these kernels might fuse a sum
         **numbers.options,
-        **dependent_launch(x.device),
+        **dependent_launch(rows.device),
     )  # fmt: skip
     return out
 
@@ -168,6 +189,7 @@ def experts_product(
 def _experts_kernel(
     out_ptr,  # FIRST: [num_rows * TOP_K, width], else [TOP_K, num_rows, width]
     x_ptr,  # FIRST: [num_rows, inputs], else [num_rows * TOP_K, inputs]
+    x_scale_ptr,  # of codes: [as x, groups], or None
     weights_ptr,  # [num_rows * TOP_K]
     experts_ptr,  # [tiles]
     pairs_ptr,  # [tiles, BLOCK_M]
@@ -185,6 +207,7 @@ def _experts_kernel(
     width,
     x_stride,
     scale_stride,
+    scale_step,
     num_experts,
     KIND: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -224,17 +247,19 @@ def _experts_kernel(
             is_half = tl.load(pairs_at + 64, cache_modifier=".cg") == num_rows * TOP_K
         if is_half:
             _outputs_of_tile(
-                out_ptr, x_ptr, weights_ptr, pairs_at, codes_ptr, scale_ptr, zero_ptr, factor_ptr,
-                bias_ptr, alpha, limit, shift, num_rows, num_out, first_out, width, x_stride,
-                scale_stride, expert, tile_n, KIND, TOP_K, NUM_ROWS, NUM_IN, WIDTH, GROUP, ROWS,
-                STEP, CHUNK, STEPS, FIRST, GATED, BLOCK_M // 2, BLOCK_N, WARPS, IN_PAIRS, DEPENDENT,
+                out_ptr, x_ptr, x_scale_ptr, weights_ptr, pairs_at, codes_ptr, scale_ptr, zero_ptr,
+                factor_ptr, bias_ptr, alpha, limit, shift, num_rows, num_out, first_out, width,
+                x_stride, scale_stride, scale_step, expert, tile_n, KIND, TOP_K, NUM_ROWS, NUM_IN,
+                WIDTH, GROUP, ROWS, STEP, CHUNK, STEPS, FIRST, GATED, BLOCK_M // 2, BLOCK_N, WARPS,
+                IN_PAIRS, DEPENDENT,
             )  # fmt: skip
         else:
             _outputs_of_tile(
-                out_ptr, x_ptr, weights_ptr, pairs_at, codes_ptr, scale_ptr, zero_ptr, factor_ptr,
-                bias_ptr, alpha, limit, shift, num_rows, num_out, first_out, width, x_stride,
-                scale_stride, expert, tile_n, KIND, TOP_K, NUM_ROWS, NUM_IN, WIDTH, GROUP, ROWS,
-                STEP, CHUNK, STEPS, FIRST, GATED, BLOCK_M, BLOCK_N, WARPS, IN_PAIRS, DEPENDENT,
+                out_ptr, x_ptr, x_scale_ptr, weights_ptr, pairs_at, codes_ptr, scale_ptr, zero_ptr,
+                factor_ptr, bias_ptr, alpha, limit, shift, num_rows, num_out, first_out, width,
+                x_stride, scale_stride, scale_step, expert, tile_n, KIND, TOP_K, NUM_ROWS, NUM_IN,
+                WIDTH, GROUP, ROWS, STEP, CHUNK, STEPS, FIRST, GATED, BLOCK_M, BLOCK_N, WARPS,
+                IN_PAIRS, DEPENDENT,
             )  # fmt: skip
     elif not FIRST:
         wait_for_inputs(DEPENDENT)
@@ -242,13 +267,13 @@ def _experts_kernel(
 
 @triton.jit
 def _outputs_of_tile(
-    out_ptr, x_ptr, weights_ptr, pairs_at, codes_ptr, scale_ptr, zero_ptr, factor_ptr, bias_ptr,
-    alpha, limit, shift, num_rows, num_out, first_out, width, x_stride, scale_stride, expert,
-    tile_n, KIND: tl.constexpr, TOP_K: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_IN: tl.constexpr,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    CHUNK: tl.constexpr, STEPS: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, IN_PAIRS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    out_ptr, x_ptr, x_scale_ptr, weights_ptr, pairs_at, codes_ptr, scale_ptr, zero_ptr, factor_ptr,
+    bias_ptr, alpha, limit, shift, num_rows, num_out, first_out, width, x_stride, scale_stride,
+    scale_step, expert, tile_n, KIND: tl.constexpr, TOP_K: tl.constexpr, NUM_ROWS: tl.constexpr,
+    NUM_IN: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, FIRST: tl.constexpr,
+    GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
+    IN_PAIRS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of the BLOCK_M pairs at `pairs_at`."""
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -267,7 +292,18 @@ def _outputs_of_tile(
     weight_row = expert * num_weight_rows + in_expert
     x_row = pair // TOP_K if FIRST else pair
     x_at = x_ptr + tl.where(is_pair, x_row, 0).to(tl.int64) * x_stride
-    if KIND == "plain":
+    if KIND == "scaled":
+        row = tl.reshape(tl.where(is_pair, x_row, 0), [BLOCK_M]).to(tl.int64)
+        is_row = tl.reshape(is_pair, [BLOCK_M])
+        x_scale_at = x_scale_ptr
+        if x_scale_ptr is not None:
+            x_scale_at = x_scale_ptr + row * ((NUM_IN + GROUP - 1) // GROUP)
+        total = scaled_sums(
+            x_ptr + row * x_stride, x_scale_at, codes_ptr + weight_row.to(tl.int64) * WIDTH,
+            scale_ptr + weight_row // ROWS * scale_step, scale_stride, is_row,
+            NUM_IN, WIDTH, GROUP, BLOCK_M, BLOCK_N, DEPENDENT and not FIRST,
+        )  # fmt: skip
+    elif KIND == "plain":
         weight_at = codes_ptr + weight_row.to(tl.int64)[:, None] * WIDTH
         total = _plain_sums(
             x_at, weight_at, is_pair, is_out[:, None],
@@ -277,7 +313,7 @@ def _outputs_of_tile(
         read_row = expert * num_weight_rows + read_in_expert
         codes_at = codes_ptr + read_row.to(tl.int64)[:, None] * (WIDTH // 4)
         if KIND == "mxfp4":
-            total = _mxfp4_sums(
+            total = mxfp4_sums(
                 x_at, codes_at, scale_ptr + read_row, is_pair, is_read[:, None], NUM_ROWS,
                 WIDTH, STEPS, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not FIRST,
             )  # fmt: skip
@@ -321,7 +357,7 @@ def _plain_sums(
     x_at, weight_at, is_pair, is_out, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """`_mxfp4_sums` of a plain matrix."""
+    """As `mxfp4_sums`, of a plain matrix."""
     k = tl.arange(0, BLOCK_K)
     y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     wait_for_inputs(WAITS)
@@ -336,60 +372,3 @@ def _plain_sums(
             x = tl.load(x_at + start + k[:, None], mask=is_pair & is_in[:, None], other=0.0)
         y = tl.dot(weight, x, y, input_precision="ieee")
     return y
-
-
-@triton.jit
-def _mxfp4_sums(
-    x_at, codes_at, scale_at, is_pair, is_read, NUM_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, STEPS: tl.constexpr, IN_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WARPS: tl.constexpr, WAITS: tl.constexpr,
-):  # fmt: skip
-    """Products over all inputs; with WAITS these are not there yet.
-
-    Shape: [BLOCK_N, BLOCK_M] float32.
-    """
-    STEP: tl.constexpr = 32  # bytes, and inputs of a group
-    DTYPE: tl.constexpr = x_at.dtype.element_ty
-    codes = codes_of_steps(codes_at, is_read, 0, WIDTH, STEP, STEPS, STEP)
-    scales = _exponents(scale_at, 0, NUM_ROWS, 2 * STEPS)
-    y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    wait_for_inputs(WAITS)
-    last = WIDTH - STEPS * STEP
-    for start in range(0, WIDTH, STEPS * STEP):
-        now, scales_now = codes, scales
-        after = start + STEPS * STEP
-        codes = codes_of_steps(codes_at, is_read & (after < WIDTH), after, WIDTH, STEP, STEPS, STEP)
-        scales = _exponents(scale_at, tl.minimum(after, last) // STEP * 2, NUM_ROWS, 2 * STEPS)
-        for step in tl.static_range(STEPS):
-            low = scaled_from_e2m1(now[step], scales_now[2 * step], False, DTYPE, IN_PAIRS)
-            low = in_order_by_warp(low, BLOCK_N, STEP, WARPS)
-            at = x_at + 2 * (start + step * STEP)
-            if STEPS > 1:
-                high = scaled_from_e2m1(now[step], scales_now[2 * step + 1], True, DTYPE, IN_PAIRS)
-                high = in_order_by_warp(high, BLOCK_N, STEP, WARPS)
-                both = tl.permute(tl.join(low, high), (0, 2, 1))
-                weight = tl.reshape(both, [BLOCK_N, 2 * STEP])
-                x = tl.load(at + tl.arange(0, 2 * STEP)[:, None], mask=is_pair, other=0.0)
-                y = tl.dot(weight, x, y, input_precision="ieee")
-            else:
-                # Triton lets a turn's last product run on into the next turn, with weights in
-                # registers. If these are converted before a wait, ptxas overwrites them in the next
-                # turn before they are multiplied (seen as NaN with Triton 3.6; 3.7 does it as
-                # well). So there must be two products, and the second converts after the first.
-                x = tl.load(at + tl.arange(0, STEP)[:, None], mask=is_pair, other=0.0)
-                y = tl.dot(low, x, y, input_precision="ieee")
-                high = scaled_from_e2m1(now[step], scales_now[2 * step + 1], True, DTYPE, IN_PAIRS)
-                high = in_order_by_warp(high, BLOCK_N, STEP, WARPS)
-                x = tl.load(at + STEP + tl.arange(0, STEP)[:, None], mask=is_pair, other=0.0)
-                y = tl.dot(high, x, y, input_precision="ieee")
-    return unscaled(y)
-
-
-@triton.jit
-def _exponents(at, first, NUM_ROWS: tl.constexpr, COUNT: tl.constexpr):
-    """The scales of COUNT groups, each [outputs]."""
-    values = ()
-    for i in tl.static_range(COUNT):
-        value = tl.load(at + first * NUM_ROWS + i * NUM_ROWS)
-        values = values + (value.to(tl.int32),)  # type: ignore[assignment]  # noqa: RUF005
-    return values

@@ -20,7 +20,7 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import tl, triton
 from .fp8 import MAX_E4M3, e4m3, to_e4m3
 from .narrow_matrix import RowFormat
-from .rms_norm import Norm, block_of_row, normed_row, rms_norm_reference
+from .rms_norm import Norm, block_of_row, normed_row, rms_norm, rms_norm_reference
 
 _INTERPRET = tl.constexpr(INTERPRET)
 _MAX_INT8 = 127.0
@@ -107,6 +107,11 @@ def places_of(rows: Rows | None, format_: RowFormat | None) -> dict[str, Any]:
     }
 
 
+def normed_rows(x: Tensor, norm: Norm) -> Rows:
+    """The rows normalised and, if the norm rounds, as codes. Shape: [T, K], rows dense."""
+    return rms_norm(x, norm) if norm.rounds is None else round_rows(x, norm.rounds, norm)
+
+
 def as_wanted(rows: Rows, format_: RowFormat | None) -> Rows:
     """Rows in such memory as a layer wants them; rounding may take a kernel of its own."""
     if format_ is None or isinstance(rows, RowCodes):
@@ -179,22 +184,28 @@ def store_codes(
 
     Shape: x [BLOCK] float32, 0 behind the inputs.
     """
-    CODE: tl.constexpr = codes_ptr.dtype.element_ty
-    LARGEST: tl.constexpr = 127.0 if tl.int8 == CODE else 448.0
     # One group may be no power of two.
     SIZE: tl.constexpr = GROUP if GROUP < NUM_IN else BLOCK
     NUM_GROUPS: tl.constexpr = (NUM_IN + GROUP - 1) // GROUP
     groups = tl.reshape(x, [BLOCK // SIZE, SIZE])
+    codes, scale = codes_of_groups(groups, codes_ptr.dtype.element_ty)
+    group = first // GROUP + tl.arange(0, BLOCK // SIZE)
+    tl.store(scale_ptr + row * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
+    codes = tl.reshape(codes, [BLOCK])
+    k = first + tl.arange(0, BLOCK)
+    tl.store(codes_ptr + row * WIDTH + k, codes, mask=k < WIDTH)
+
+
+@triton.jit
+def codes_of_groups(groups, CODE: tl.constexpr):
+    """Codes and scale of each group. Shape: [groups, SIZE] float32 -> [groups, SIZE], [groups]."""
+    LARGEST: tl.constexpr = 127.0 if tl.int8 == CODE else 448.0
     # As integers, among which NaN is the largest.
     largest = tl.max(tl.abs(groups).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     largest = tl.maximum(largest, 1e-12, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.div_rn(largest, LARGEST)
-    group = first // GROUP + tl.arange(0, BLOCK // SIZE)
-    tl.store(scale_ptr + row * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
-    x = tl.reshape(_quotient(groups, scale[:, None], tl.div_rn(1.0, scale)[:, None]), [BLOCK])
-    codes = _nearest_int8(x) if tl.int8 == CODE else e4m3(x)
-    k = first + tl.arange(0, BLOCK)
-    tl.store(codes_ptr + row * WIDTH + k, codes, mask=k < WIDTH)
+    x = _quotient(groups, scale[:, None], tl.div_rn(1.0, scale)[:, None])
+    return _nearest_int8(x) if tl.int8 == CODE else e4m3(x), scale
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """How many kernels the parts of a step launch, each of which waits for the one before."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Unpack
 
@@ -23,7 +24,7 @@ from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model.expert_matrix import SILU
 from outrider.kernels.model.gated_norm import gated_norm
 from outrider.kernels.model.linear import add_linear, linear
-from outrider.kernels.model.narrow_matrix import RowFormat, narrow_matrix
+from outrider.kernels.model.narrow_matrix import NarrowMatrix, RowFormat, narrow_matrix
 from outrider.kernels.model.rms_norm import Norm, rms_norm_reference
 from outrider.kernels.model.routing import Router, route
 from outrider.kernels.model.row_codes import RowCodes, Rows, plain, round_rows_reference
@@ -50,12 +51,15 @@ def dense(num_out: int, num_in: int) -> Dense:
     return Dense(empty(num_out, num_in))
 
 
-def fp8(num_out: int, num_in: int) -> Scaled:
-    """In blocks of 128 x 128."""
+def fp8_blocks(num_out: int, num_in: int) -> NarrowMatrix:
+    """Of 128 x 128."""
     codes = empty(num_out, num_in, dtype=torch.float8_e4m3fn)
     scale = empty(num_in // 128, num_out // 128, dtype=FLOAT32)
-    matrix = narrow_matrix("fp8", codes, scale, group=128, rows=128, rounds_inputs=True)
-    return Scaled(matrix, BFLOAT16)
+    return narrow_matrix("fp8", codes, scale, group=128, rows=128, rounds_inputs=True)
+
+
+def fp8(num_out: int, num_in: int) -> Scaled:
+    return Scaled(fp8_blocks(num_out, num_in), BFLOAT16)
 
 
 def norm_of(width: int, dtype: torch.dtype = BFLOAT16) -> Norm:
@@ -197,17 +201,22 @@ def test_each_matrix_of_several_gets_rows_as_it_wants_them(monkeypatch: pytest.M
         Dense(torch.empty(16, 256)).multiply(only_codes, None)
 
 
-def mixture(num_stacked: int, shared: GatedMLP | None) -> ExpertMLP:
+def mixture(
+    num_stacked: int,
+    shared: GatedMLP | None,
+    matrix_of: Callable[[int, int], Tensor | NarrowMatrix] = empty,
+    norm: Norm | None = None,
+) -> ExpertMLP:
     """Of 32 experts, of which a row takes 4, and a gated one that it takes as well."""
     inner, num_taken = 128, 4 + num_stacked
 
     def experts(num_out: int, num_in: int) -> Layer[StackedExperts]:
         num_all = 32 + num_stacked
-        matrix = empty(num_all * num_out, num_in)
+        matrix = matrix_of(num_all * num_out, num_in)
         return Layer(StackedExperts(matrix, num_all, num_taken, BFLOAT16), None)
 
     return ExpertMLP(
-        norm=None,
+        norm=norm,
         router_layer=Linear(dense(48, HIDDEN), None),
         first=experts(2 * inner, HIDDEN),
         down=experts(HIDDEN, inner),
@@ -252,3 +261,23 @@ def test_a_bias_takes_no_launch() -> None:
             x, residual = empty(num_rows, HIDDEN), empty(num_rows, HIDDEN)
             assert add_linear(residual, x, weight, bias, norm=norm) is not None
             assert names == [product, "_add_parts_kernel"]
+
+
+def test_inputs_of_experts_are_rounded_where_they_are_made_or_read() -> None:
+    """By the norm in front, which keeps the rows for the router, and by `down` of few rows."""
+    with machine_code.names_of_launches(machine_code.RTX_4090) as names:
+        part = mixture(1, None, fp8_blocks, norm_of(HIDDEN))
+        for num_rows, of_inner in ((ROWS, []), (1024, ["_round_rows_kernel"])):
+            x = empty(num_rows, HIDDEN)
+            normed = add_parts(x, empty(2, num_rows, HIDDEN), part.norm)
+            assert isinstance(normed, RowCodes)
+            assert normed.plain is not None
+            names.clear()
+            part(x, normed, norm_of(HIDDEN), batch())
+            behind = names.index("_list_kernel") + 1
+            assert "_round_rows_kernel" not in names[:behind]
+            experts = ["_experts_kernel", *of_inner, "_experts_kernel"]
+            assert names[behind:] == [*experts, "_add_parts_kernel"]
+        names.clear()
+        part(x, None, norm_of(HIDDEN), batch())
+        assert names[0] == "_round_rows_kernel"

@@ -79,6 +79,20 @@ def test_two_ranks_share_quantised_weights(
 
 
 @pytest.mark.deep
+def test_two_ranks_round_the_inputs_of_experts_alike(
+    tiny_model: Tiny, tmp_path: Path, pair: JoinedRanks
+) -> None:
+    """A rank's inner numbers are whole groups, so the codes are those of one rank."""
+    torch.manual_seed(0)
+    sizes = WIDE | {"moe_intermediate_size": 256}
+    path = quantise(
+        tiny_model("qwen3_moe", scale=0.1, **sizes), tmp_path, "fp8 of blocks, inputs too"
+    )
+    ours, theirs = pair.run(str(path)), whole(path)
+    assert (ours.logits - theirs.logits).norm() < 1e-2 * theirs.logits.norm()
+
+
+@pytest.mark.deep
 def test_two_ranks_round_plain_weights_alike(tiny_model: Tiny, pair: JoinedRanks) -> None:
     path = tiny_model("qwen3", scale=0.1, **WIDE)
     ours, theirs = pair.run(str(path), quantization="fp8"), whole(path, quantization="fp8")

@@ -56,6 +56,7 @@ def test_stacked_experts_are_those_that_the_codes_mean(
 ) -> None:
     torch.manual_seed(0)
     path = quantise(plain, tmp_path, name)
+    rounds = name == "fp8 of blocks, inputs too"
     both = {"gate_proj": INNER, "up_proj": INNER}
     gate_up = read(path, name, "gate_up_proj", both, WIDTH)
     down = read(path, name, "down_proj", {"down_proj": WIDTH}, INNER)
@@ -65,6 +66,7 @@ def test_stacked_experts_are_those_that_the_codes_mean(
     def product(*parts: str) -> ExpertProduct:
         def multiply(expert: int, rows: Tensor) -> Tensor:
             matrices = [meant[f"{EXPERTS}.{expert}.{part}.weight"].to(rows) for part in parts]
+            rows = FORMATS[name].inputs(rows) if rounds else rows
             return rows @ torch.cat(matrices).t()
 
         return multiply
@@ -77,7 +79,8 @@ def test_stacked_experts_are_those_that_the_codes_mean(
     down.add_to(got, gated, routing, None, None)
     gated = activations_by_expert(x, routing, product("gate_proj", "up_proj"), INNER, SILU)
     add_by_expert(expected, gated, routing, product("down_proj"))
-    assert (got - expected).norm() < 1e-5 * expected.norm()
+    # The least difference may turn a code to the next one.
+    assert (got - expected).norm() < (1e-3 if rounds else 1e-5) * expected.norm()
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,31 @@ def test_plain_experts_are_multiplied_by_tensor_cores(
         assert not re.search(r"\bSTL\b", code), "registers are spilled"
 
 
+@pytest.mark.parametrize(
+    ("gpu", "size"),
+    [(machine_code.H100, 16), deep(machine_code.H100, 64), deep(machine_code.RTX_4090, 16)],
+)
+def test_experts_multiply_codes_by_codes_on_tensor_cores(gpu: machine_code.Gpu, size: int) -> None:
+    def layer(num_out: int, num_in: int) -> ExpertMatrix:
+        matrix = make_matrix("fp8", 8 * num_out, num_in, 128)._replace(rounds_inputs=True)
+        return ExpertMatrix(matrix, None, 8)
+
+    with machine_code.launches(gpu) as kernels:
+        int32, float32 = torch.int32, torch.float32
+        tiles = ExpertTiles(empty(9, dtype=int32), empty(9, size, dtype=int32))
+        routing = Routing(empty(50, 4, dtype=int32), empty(50, 4, dtype=float32), tiles)
+        codes = empty(50, 2048, dtype=torch.float8_e4m3fn)
+        rows = RowCodes(codes, empty(50, 16, dtype=float32), torch.bfloat16)
+        experts_product(rows, routing, layer(1024, 2048), SILU)
+        experts_product(empty(200, 512), routing, layer(2048, 512), None)
+    assert len(kernels) == 2
+    for kernel in kernels:
+        code = machine_code.disassembled(kernel)
+        assert re.search(r"\bQG?MMA\b", code)
+        assert not re.search(r"\bSTL\b", code), "registers are spilled"
+        assert "LDGSTS" in code, "no codes are loaded ahead"
+
+
 def test_a_launch_may_follow_an_import_without_triton() -> None:
     importlib.import_module("outrider.kernels.no_triton")
     with machine_code.launches(machine_code.H100) as kernels:

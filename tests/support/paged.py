@@ -1,12 +1,15 @@
 """Logits of a network, step by step, against Hugging Face's eager attention."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tiny_models import DEVICE, VOCAB
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.models.network import Network
@@ -31,15 +34,37 @@ def run_prompt(network: Network, input_ids: torch.Tensor = PROMPT) -> Any:
 
 @torch.inference_mode()
 def eager_logits(
-    path: Path, inputs: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    path: Path,
+    inputs: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    *,
+    of_experts: bool = False,
 ) -> torch.Tensor:
-    """Logits of PROMPT as transformers has them, with `inputs` of each linear layer."""
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").to(DEVICE)
+    """Logits of PROMPT as transformers has them, with `inputs` of each linear layer; of those of
+    experts as well if `of_experts`.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", experts_implementation="eager"
+    ).to(DEVICE)
     for name, module in model.named_modules():
         if name.endswith("_proj"):
             module.register_forward_pre_hook(lambda _, args: (inputs(args[0]),))
-    logits: torch.Tensor = model(PROMPT[None]).logits[0]
+    stacked = {each.untyped_storage().data_ptr() for each in model.parameters() if each.ndim == 3}
+    with _LinearInputs(stacked, inputs) if of_experts else nullcontext():
+        logits: torch.Tensor = model(PROMPT[None]).logits[0]
     return logits
+
+
+class _LinearInputs(TorchFunctionMode):
+    """Changes the inputs of linear functions whose weights lie in these memories."""
+
+    def __init__(self, memories: set[int], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._memories, self._change = memories, change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and args[1].untyped_storage().data_ptr() in self._memories:
+            args = self._change(args[0]), *args[1:]
+        return func(*args, **(kwargs or {}))
 
 
 @torch.inference_mode()

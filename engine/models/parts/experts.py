@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels.model.expert_matrix import SILU, Activation, Glu
-from outrider.kernels.model.rms_norm import Norm, rms_norm
+from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import (
     Router,
     Routing,
@@ -17,7 +17,7 @@ from outrider.kernels.model.routing import (
     scores_reference,
     with_shared,
 )
-from outrider.kernels.model.row_codes import Rows
+from outrider.kernels.model.row_codes import Rows, normed_rows, plain
 from outrider.kernels.model.sigmoid_gate import gate_heads
 
 from ..admission import UnsupportedModelError
@@ -51,6 +51,13 @@ class ExpertMLP(Part):
     to_latent: Linear | None = None  # both, or none
     from_latent: Linear | None = None
     choice: Routing | None = None  # of all rows, if it is made already
+
+    def __post_init__(self) -> None:
+        if self.norm is not None and self.to_latent is None:
+            norm = self.first.weight.before(self.norm)
+            # The router, and a shared expert by itself, take the rows as they are.
+            rounds = norm.rounds and norm.rounds._replace(keeps_rows=True)
+            self.norm = norm._replace(rounds=rounds)
 
     @staticmethod
     def read(
@@ -129,26 +136,26 @@ class ExpertMLP(Part):
         self, x: Tensor, normed: Rows | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Rows | None:
         if normed is None:
-            normed = x if self.norm is None else rms_norm(x, self.norm)
-        assert isinstance(normed, Tensor)
-        logits = self.router_layer(normed)
+            normed = x if self.norm is None else normed_rows(x, self.norm)
+        rows = plain(normed)
+        logits = self.router_layer(rows)
         num_rows = batch.rows.cu_seqlens_q[-1:]
         routing = self.choice or route(logits, self.router, num_rows)
         if self.factor != 1:
             routing = routing._replace(weights=routing.weights * self.factor)
         first, down = self.first, self.down
-        given = normed if self.to_latent is None else self.to_latent(normed)
+        given = normed if self.to_latent is None else self.to_latent(rows)
         inner = first.weight.activations(given, routing, first.bias, self.activation)
         if self.shared is not None:
-            y, last = self.shared.activations(normed), self.shared.down
-            rows: Rows = y
+            y, last = self.shared.activations(rows), self.shared.down
+            gated: Rows = y
             if (gate := self.router.gate) is not None:
                 of_rows = logits[:, gate : gate + 1, None]
-                rows = gate_heads(y[:, None], of_rows, last.weight.row_format)
-            self.add(x, last, rows, None)
+                gated = gate_heads(y[:, None], of_rows, last.weight.row_format)
+            self.add(x, last, gated, None)
         if self.from_latent is None:
             return down.weight.add_to(x, inner, routing, down.bias, next_norm)
-        total = torch.zeros_like(given)
+        total = torch.zeros_like(plain(given))
         down.weight.add_to(total, inner, routing, down.bias, None)
         return self.from_latent.add_to(x, total, norm=next_norm)
 
