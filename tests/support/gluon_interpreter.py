@@ -24,16 +24,19 @@ from outrider.kernels import dependent_launch
 from outrider.kernels.model import (
     attention_blocks,
     attention_parts,
+    block_scaled_experts,
     block_scaled_product,
     few_rows_attention,
     few_rows_product,
     prompt_attention,
+    row_codes,
     silu_mul,
     softmax_sums,
     state_warpgroups,
     tiles,
     warpgroups,
 )
+from outrider.kernels.model.narrow_matrix import RowFormat
 
 # Kernels, each with what it is made of, as it is before a test puts something in its place.
 _MODULES = {
@@ -43,10 +46,14 @@ _MODULES = {
         ("_few_rows_attention_kernel", few_rows_attention, attention_blocks, dependent_launch),
         ("_merge_parts_kernel", attention_parts, softmax_sums, dependent_launch),
         ("_block_scaled_kernel", block_scaled_product, silu_mul, tiles),
+        ("_experts_kernel", block_scaled_experts, block_scaled_product),
         ("_few_rows_kernel", few_rows_product, silu_mul, dependent_launch),
         ("_cell_by_cell_kernel", state_warpgroups),
     )
 }
+
+
+_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class DeadlockError(AssertionError):
@@ -252,6 +259,10 @@ class Kernel:
         def launch(*args: Any, num_warps: int, maxnreg: int = 0, **constants: Any) -> None:
             self.num_launches += 1
             constants.pop("enable_fp_fusion", None)
+            if "DTYPE" in constants:
+                constants["DTYPE"] = getattr(
+                    torch, _TORCH_NAMES.get(str(constants["DTYPE"]), ""), None
+                )
             given = [Pointer(_flat(x)) if isinstance(x, Tensor) else x for x in args]
             for i, place in enumerate(itertools.product(*map(range, grid))):
                 program = Program(place, grid, self._seed + i)
@@ -314,12 +325,13 @@ def _interpreted(program: Program, kernel: str) -> dict[str, Any]:
         "split_of": _split_of,
         "start_of": _start_of,
         "from_e4m3": _from_e4m3,
+        "codes_of_groups": _codes_of_groups,
     }
-    scopes = []
+    scopes, stand_ins = [], set(names)
     for module in _MODULES[kernel]:
         scopes.append(scope := dict(module))
         for name, value in module.items():
-            if name not in names and hasattr(value, "fn"):
+            if name not in stand_ins and hasattr(value, "fn"):
                 function = value.fn
                 names[name] = FunctionType(function.__code__, scope, name, function.__defaults__)
             elif type(value).__name__ == "constexpr":
@@ -405,6 +417,13 @@ def _start_of(split: int, unit: Any) -> int:
 
 def _from_e4m3(codes: Tensor, dtype: Any) -> Tensor:
     return codes.view(torch.float8_e4m3fn).to(dtype.element_ty)
+
+
+def _codes_of_groups(groups: Tensor, code: Any) -> tuple[Tensor, Tensor]:
+    rows = row_codes.round_rows_reference(
+        groups, RowFormat(code, groups.shape[1], 1, groups.shape[1])
+    )
+    return rows.codes, rows.scale[:, 0]
 
 
 class _Barriers:
