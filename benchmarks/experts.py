@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from kernels import DEVICE, time_us
+from outrider.kernels.model.block_scaled_experts import TiledRows, tiled_parts
 from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu, row_format_of
-from outrider.kernels.model.experts import add_experts, expert_activations
-from outrider.kernels.model.experts_product import MOST_ROUNDED_WITHIN, experts_product
+from outrider.kernels.model.experts import PairRows, add_experts, expert_activations
+from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, has_4_bits
 from outrider.kernels.model.rms_norm import Norm
-from outrider.kernels.model.routing import Router, route
+from outrider.kernels.model.routing import Router, Routing, route
 from outrider.kernels.model.row_codes import Rows, as_wanted
 from outrider.kernels.model.split_product import add_parts
 
@@ -98,6 +99,13 @@ def run_layer(
     add_experts(residual, gated, routing, experts.down, norm)
 
 
+def parts_of(inner: PairRows, routing: Routing, down: ExpertMatrix) -> Tensor:
+    """As `add_experts` adds them; rounding is a part of it."""
+    if isinstance(inner, TiledRows):
+        return tiled_parts(inner, routing, down)
+    return experts_product(as_wanted(inner, row_format_of(down)), routing, down, None)
+
+
 def time_parts(experts: Experts, num_rows: int, top_k: int, tb_per_s: float) -> list[float]:
     """The floor, then the time of each of PARTS."""
     num_experts, hidden = experts.down.num_experts, experts.down.num_out
@@ -108,13 +116,11 @@ def time_parts(experts: Experts, num_rows: int, top_k: int, tb_per_s: float) -> 
     norm = Norm(torch.ones(hidden, device=DEVICE).bfloat16(), 1e-5)
     routings = [route(each, Router(top_k)) for each in logits]
     gated = expert_activations(rows, routings[0], experts.first, experts.glu)
-    if routings[0].tiles.pairs.shape[1] > MOST_ROUNDED_WITHIN:
-        gated = as_wanted(gated, row_format_of(experts.down))
-    parts = experts_product(gated, routings[0], experts.down, None)
+    parts = parts_of(gated, routings[0], experts.down)
     calls = (
         [partial(route, each, Router(top_k)) for each in logits],
-        [partial(experts_product, rows, each, experts.first, experts.glu) for each in routings],
-        [partial(experts_product, gated, each, experts.down, None) for each in routings],
+        [partial(expert_activations, rows, each, experts.first, experts.glu) for each in routings],
+        [partial(parts_of, gated, each, experts.down) for each in routings],
         [partial(add_parts, residual, parts, norm)],
         [partial(run_layer, residual, rows, each, top_k, experts, norm) for each in logits],
     )

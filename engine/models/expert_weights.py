@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
+from outrider.kernels.model.block_scaled_trial import try_block_scaled_product
 from outrider.kernels.model.expert_matrix import (
     Activation,
     ExpertMatrix,
@@ -22,6 +23,7 @@ from outrider.kernels.model.expert_matrix import (
 )
 from outrider.kernels.model.experts import (
     ExpertProduct,
+    PairRows,
     activations_by_expert,
     add_by_expert,
     add_experts,
@@ -49,12 +51,12 @@ class ExpertWeights(Weight):
     @abstractmethod
     def activations(
         self, x: Rows, routing: Routing, bias: Tensor | None, activation: Activation
-    ) -> Rows:
+    ) -> PairRows:
         """As `expert_activations`."""
 
     @abstractmethod
     def add_to(
-        self, x: Tensor, inner: Rows, routing: Routing, bias: Tensor | None, norm: Norm | None
+        self, x: Tensor, inner: PairRows, routing: Routing, bias: Tensor | None, norm: Norm | None
     ) -> Rows | None:
         """As `add_experts`. Shape: x [T, N], inner [T * k, K]."""
 
@@ -74,6 +76,7 @@ class StackedExperts(ExpertWeights):
             # One after the other, as a program reads a block's.
             by_block = matrix.scale.t().clone(memory_format=torch.contiguous_format)
             matrix = matrix._replace(scale=by_block.t())
+            try_block_scaled_product(matrix, dtype)
         self._matrix, self._num_experts, self._dtype = matrix, num_experts, dtype
         self.shape = (matrix.shape[0], matrix.shape[1])
         self.num_bytes = self._with(None).num_bytes * top_k // num_experts
@@ -87,11 +90,11 @@ class StackedExperts(ExpertWeights):
 
     def activations(
         self, x: Rows, routing: Routing, bias: Tensor | None, activation: Activation
-    ) -> Rows:
+    ) -> PairRows:
         return expert_activations(x, routing, self._with(bias), activation)
 
     def add_to(
-        self, x: Tensor, inner: Rows, routing: Routing, bias: Tensor | None, norm: Norm | None
+        self, x: Tensor, inner: PairRows, routing: Routing, bias: Tensor | None, norm: Norm | None
     ) -> Rows | None:
         return add_experts(x, inner, routing, self._with(bias), norm)
 
@@ -121,14 +124,15 @@ class SeparateExperts(ExpertWeights):
 
     def activations(
         self, x: Rows, routing: Routing, bias: Tensor | None, activation: Activation
-    ) -> Rows:
+    ) -> PairRows:
         num_out = self._weights[0].shape[0] // layers_in_first(activation)
         return activations_by_expert(plain(x), routing, self._product(bias), num_out, activation)
 
     def add_to(
-        self, x: Tensor, inner: Rows, routing: Routing, bias: Tensor | None, norm: Norm | None
+        self, x: Tensor, inner: PairRows, routing: Routing, bias: Tensor | None, norm: Norm | None
     ) -> None:
-        add_by_expert(x, plain(inner), routing, self._product(bias))
+        assert isinstance(inner, Tensor)
+        add_by_expert(x, inner, routing, self._product(bias))
 
     def dequantised(self) -> Tensor:
         return torch.cat([weight.dequantised() for weight in self._weights])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.model.expert_matrix import Activation
+from outrider.kernels.model.experts import PairRows
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Routing
 from outrider.kernels.model.row_codes import Rows
@@ -170,11 +171,11 @@ class ExpertsOverRanks(ExpertWeights):
 
     def activations(
         self, x: Rows, routing: Routing, bias: Tensor | None, activation: Activation
-    ) -> Rows:
+    ) -> PairRows:
         raise TypeError("the first layer of experts is shared by its outputs")
 
     def add_to(
-        self, x: Tensor, inner: Rows, routing: Routing, bias: Tensor | None, norm: Norm | None
+        self, x: Tensor, inner: PairRows, routing: Routing, bias: Tensor | None, norm: Norm | None
     ) -> Rows | None:
         def compute(out: Tensor | None) -> Tensor:
             part = torch.zeros_like(x) if out is None else out.zero_()

@@ -10,7 +10,7 @@ that whole tiles are copied: the first layer's are gathered before it, and it st
 in that order, rounded. A tile that is at most half full leaves the second warpgroup idle.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from torch import Tensor
 from .._dispatch import num_programs, uses_triton
 from ..triton_or_none import TensorDescriptor, gl, gluon, hopper, tl, triton
 from .block_scaled_product import BLOCK_ROWS, _share, failed
-from .expert_matrix import ExpertMatrix, Glu
+from .expert_matrix import Activation, ExpertMatrix, Glu
 from .narrow_matrix import NarrowMatrix
 from .routing import Routing
 from .row_codes import RowCodes, codes_of_groups
+from .silu_mul import limited_glu
 from .warpgroups import barriers_of, has_warpgroups
 
 mbarrier, tma = hopper.mbarrier, hopper.tma
@@ -32,19 +33,27 @@ _GROUP = gl.constexpr(128)  # inputs that share a scale
 _OUTS = gl.constexpr(128)  # outputs that share a scale: those of a program at a time
 
 
-def is_for(layer: ExpertMatrix) -> bool:
-    """Whether it multiplies tiles of 128 pairs with such matrices. If it does with experts' first,
-    it does with their last.
-    """
-    matrix = layer.matrix
+class TiledRows(NamedTuple):
+    """As RowCodes, of all pairs, in the order of tiles; anything where a tile has no pair."""
+
+    codes: Tensor  # [tiles * 128, width]
+    scale: Tensor  # [tiles * 128, groups]
+    dtype: torch.dtype
+
+
+def is_for(routing: Routing, first: ExpertMatrix, activation: Activation) -> bool:
+    """Whether it multiplies such tiles by such experts, whose last layer has the same format."""
+    matrix = first.matrix
     return (
         isinstance(matrix, NarrowMatrix)
-        and layer.bias is None
+        and isinstance(activation, Glu)
+        and routing.tiles.pairs.shape[1] == BLOCK_ROWS
+        and first.bias is None
         and matrix.codes.dtype == torch.float8_e4m3fn
         and matrix.rounds_inputs
         and (matrix.group, matrix.rows) == (_GROUP.value, _OUTS.value)
         and matrix.codes.shape[1] % (2 * _GROUP.value) == 0
-        and layer.num_out % (2 * _GROUP.value) == 0
+        and first.num_out % (4 * _GROUP.value) == 0  # of both layers: pairs of groups
         and has_warpgroups(matrix.codes.device)
         and matrix.codes.device not in failed
     )
@@ -52,8 +61,8 @@ def is_for(layer: ExpertMatrix) -> bool:
 
 def tiled_activations(
     x: RowCodes, routing: Routing, first: ExpertMatrix, activation: Glu
-) -> RowCodes:
-    """The activations of each pair, rounded, in the order of tiles.
+) -> TiledRows:
+    """The activations of each pair, rounded.
 
     Shape: codes [T, K], first [2 N, K] each -> codes [tiles * 128, N]
     """
@@ -66,11 +75,11 @@ def tiled_activations(
         codes, scale, tiled, routing, first, num_out, range(num_out), activation, STAGES=5,
         FIRST=True, DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16,
     )  # fmt: skip
-    return RowCodes(codes, scale, x.dtype)
+    return TiledRows(codes, scale, x.dtype)
 
 
 def tiled_parts(
-    inner: RowCodes, routing: Routing, down: ExpertMatrix, some: range | None = None
+    inner: TiledRows, routing: Routing, down: ExpertMatrix, some: range | None = None
 ) -> Tensor:
     """The outputs of each pair times its weight: all, or `some`, whole blocks of 128.
 
@@ -87,11 +96,12 @@ def tiled_parts(
 
 
 def _launch(
-    out: Tensor, out_scale: Tensor, x: RowCodes, routing: Routing, layer: ExpertMatrix,
+    out: Tensor, out_scale: Tensor, x: TiledRows, routing: Routing, layer: ExpertMatrix,
     num_out: int, some: range, activation: Glu, **options: Any,
 ) -> None:  # fmt: skip
     matrix, tiles = layer.matrix, routing.tiles
     assert isinstance(matrix, NarrowMatrix)
+    assert (matrix.group, matrix.rows, layer.bias) == (_GROUP.value, _OUTS.value, None)
     assert tiles.pairs.shape[1] == _PAIRS.value
     assert some.start % _OUTS.value == len(some) % _OUTS.value == 0
     layout = gl.NVMMASharedLayout(128, 8)
@@ -108,12 +118,12 @@ def _launch(
     )  # fmt: skip
 
 
-def _gathered(x: RowCodes, routing: Routing) -> RowCodes:
-    """The rows of all pairs, in the order of tiles; nothing where a tile has no pair."""
+def _gathered(x: RowCodes, routing: Routing) -> TiledRows:
+    """The rows of all pairs."""
     pairs, words = routing.tiles.pairs, x.codes.view(torch.int32)
     if not uses_triton(x.codes):
         row = pairs.flatten().clamp(max=routing.ids.numel() - 1).long() // routing.ids.shape[1]
-        return RowCodes(x.codes[row], x.scale[row], x.dtype)
+        return TiledRows(x.codes[row], x.scale[row], x.dtype)
     codes = x.codes.new_empty(pairs.numel(), x.codes.shape[1])
     scale = x.scale.new_empty(len(codes), x.scale.shape[1])
     rows = 8
@@ -123,7 +133,7 @@ def _gathered(x: RowCodes, routing: Routing) -> RowCodes:
         BLOCK=triton.next_power_of_2(words.shape[1]),
         SCALES=triton.next_power_of_2(scale.shape[1]), num_warps=8,
     )  # fmt: skip
-    return RowCodes(codes, scale, x.dtype)
+    return TiledRows(codes, scale, x.dtype)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -201,15 +211,6 @@ def _pass_by(step, num_steps, has, free, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _activated(gate, up, glu):
-    alpha, limit, shift = glu
-    # Comparisons keep what is not a number.
-    gate = gl.where(gate > limit, limit, gate)
-    up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
-    return (up + shift) * (gate / (1.0 + gl.exp(-alpha * gate)))
-
-
-@gluon.jit
 def _multiply(
     WHICH: gl.constexpr, pointers, tiles, glu, parts, has, free, kept, sizes, scale_strides,
     STAGES: gl.constexpr, TOP_K: gl.constexpr, FIRST: gl.constexpr, DTYPE: gl.constexpr,
@@ -248,7 +249,9 @@ def _multiply(
                         WHICH, step, 0, num_groups, parts, has, free, (x_scale_at, up_at, up_at),
                         scale_stride, row >= 0, STAGES, False, ACC,
                     )  # fmt: skip
-                    total = _activated(kept.index(WHICH).load(ACC), total, glu)
+                    alpha, limit, shift = glu
+                    gate = kept.index(WHICH).load(ACC)
+                    total = limited_glu(gate, total, alpha, limit, shift)
                     codes, scale = codes_of_groups(total.to(DTYPE).to(gl.float32), gl.float8e4nv)
                     gl.store(out_scale_ptr + row * num_n + block, scale)
                     STORED: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])

@@ -1,6 +1,6 @@
-"""Tries at load whether `block_scaled_product` and `few_rows_product` work on the GPU at hand:
-whether rows have the same bits by either, and by the kernel for any GPU. If not, `scaled_product`
-takes that one for all.
+"""Tries at load whether `block_scaled_product`, `few_rows_product` and `block_scaled_experts` work
+on the GPU at hand: whether rows have the same bits by each, and by the kernel for any GPU. If not,
+`scaled_product` and experts take that one for all.
 """
 
 import functools
@@ -10,16 +10,21 @@ import torch
 from torch import Tensor
 
 from ..compiling import compile_together
+from .block_scaled_experts import tiled_activations, tiled_parts
 from .block_scaled_product import failed, is_for
+from .expert_matrix import SILU, ExpertMatrix, part_of
+from .expert_tiles import tiles_of
 from .few_rows_product import FEW_ROWS
 from .narrow_matrix import NarrowMatrix, narrow_matrix
-from .row_codes import RowCodes
+from .routing import Routing
+from .row_codes import RowCodes, round_rows
 from .scaled_product import scaled_product
 from .split_product import add_parts_reference
 from .warpgroups import works
 
 _ROWS = 300
 _NUM_IN, _NUM_OUT = 1024, 256
+_NUM_EXPERTS = 2
 _GROUP = 128  # inputs, and outputs, that share a scale
 
 
@@ -46,15 +51,20 @@ def _error(device: torch.device, dtype: torch.dtype) -> float:
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    def codes(num_rows: int) -> Tensor:
-        return randn(num_rows, _NUM_IN).clamp(-4, 4).mul(100).to(torch.float8_e4m3fn)
+    def codes(num_rows: int, num_in: int = _NUM_IN) -> Tensor:
+        return randn(num_rows, num_in).clamp(-4, 4).mul(100).to(torch.float8_e4m3fn)
 
-    num_groups = _NUM_IN // _GROUP
-    scale = randn(num_groups, _NUM_OUT // _GROUP).abs() / 10_000
-    matrix = narrow_matrix(
-        "fp8", codes(_NUM_OUT), scale, group=_GROUP, rows=_GROUP, rounds_inputs=True
+    def matrix_of(num_out: int, num_in: int = _NUM_IN) -> NarrowMatrix:
+        scale = randn(num_in // _GROUP, num_out // _GROUP).abs() / 10_000
+        of_rows = codes(num_out, num_in)
+        return narrow_matrix("fp8", of_rows, scale, group=_GROUP, rows=_GROUP, rounds_inputs=True)
+
+    matrix = matrix_of(_NUM_OUT)
+    first, down = (
+        ExpertMatrix(matrix_of(_NUM_EXPERTS * num_out, num_in), None, _NUM_EXPERTS)
+        for num_out, num_in in ((2 * _NUM_OUT, _NUM_IN), (_NUM_IN, _NUM_OUT))
     )
-    many = RowCodes(codes(_ROWS), randn(_ROWS, num_groups).abs() / 100, dtype)
+    many = RowCodes(codes(_ROWS), randn(_ROWS, _NUM_IN // _GROUP).abs() / 100, dtype)
     few = RowCodes(many.codes[-FEW_ROWS:], many.scale[-FEW_ROWS:], dtype)
     bias, residual = randn(_NUM_OUT).to(dtype), randn(_ROWS, _NUM_OUT).to(dtype)
 
@@ -75,7 +85,27 @@ def _error(device: torch.device, dtype: torch.dtype) -> float:
         add_parts_reference(out, parts, bias)
         return out
 
+    def by_experts(x: RowCodes) -> Tensor:
+        ids = torch.full((len(x.codes), 1), _NUM_EXPERTS - 1, dtype=torch.int32, device=device)
+        weights = torch.ones(ids.shape, device=device)
+        routing = Routing(ids, weights, tiles_of(ids, _NUM_EXPERTS))
+        return tiled_parts(tiled_activations(x, routing, first, SILU), routing, down)[0]
+
+    def by_their_last(x: RowCodes) -> Tensor:
+        last_first, last_down = (
+            part_of(layer.matrix, _NUM_EXPERTS - 1, _NUM_EXPERTS) for layer in (first, down)
+        )
+        assert isinstance(last_first, NarrowMatrix)
+        assert isinstance(last_down, NarrowMatrix)
+        assert last_down.row_format is not None
+        inner = residual.new_empty(len(x.codes), _NUM_OUT)
+        scaled_product(inner, x, last_first, gated=True)
+        out = residual.new_empty(len(x.codes), _NUM_IN)
+        scaled_product(out, round_rows(inner, last_down.row_format), last_down)
+        return out
+
     pairs = [
+        (partial(by_experts, many), partial(by_their_last, few)),
         (partial(gated, many), partial(gated, few)),
         (partial(added, many), partial(added, few)),
         (partial(in_parts, few), partial(added, few)),

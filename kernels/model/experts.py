@@ -6,8 +6,9 @@ The first layer of gated ones is gate and up, of others up alone.
 
 A program multiplies a tile of rows that share an expert by some outputs of it. Codes become numbers
 of x's dtype, which holds them exactly, on their way to the tensor cores; those in blocks of FP8
-multiply codes of rows. Sums are float32. An output adds up its inputs in one order, whatever the
-tile, so the bits of a row do not depend on the batch.
+multiply codes of rows, in a kernel of their own if there are many rows on a Hopper GPU. Sums are
+float32. An output adds up its inputs in one order, whatever the tile, so the bits of a row do not
+depend on the batch.
 """
 
 from collections.abc import Callable
@@ -18,32 +19,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._dispatch import uses_triton
+from . import block_scaled_experts
+from .block_scaled_experts import TiledRows, tiled_activations, tiled_parts
 from .expert_matrix import (
     RELU_SQUARED,
     SILU,
     Activation,
     ExpertMatrix,
+    Glu,
     expert_of,
     layers_in_first,
     row_format_of,
 )
-from .experts_product import MOST_ROUNDED_WITHIN, experts_product
+from .experts_product import experts_product
 from .rms_norm import Norm
 from .routing import Routing
-from .row_codes import Rows, as_wanted, rounded_rows
+from .row_codes import RowCodes, Rows, as_wanted, rounded_rows
 from .silu_mul import silu_mul_reference
 from .split_product import add_parts
 
 # Parts of sums that are written before they are added. More would leave a GPU's cache.
 _MOST_PARTS_BYTES = 1 << 25
 _OUTPUTS_AT_ONCE = 1024  # of a batch with more parts
+# What experts' last layer takes, of each pair of a row and one of its experts.
+PairRows = Rows | TiledRows
 # (expert, its rows) -> their products with its matrix, plus its bias. [n, K] -> [n, N]
 ExpertProduct = Callable[[int, Tensor], Tensor]
 
 
 def expert_activations(
     x: Rows, routing: Routing, first: ExpertMatrix, activation: Activation
-) -> Rows:
+) -> PairRows:
     """Those of each pair of a row and one of its experts, for `add_experts`.
 
     Shape: x [T, K], rows dense, first [2 N, K] each, the gate's outputs first, or [N, K] without a
@@ -54,12 +60,17 @@ def expert_activations(
         return activations_by_expert(
             x, routing, partial(product_reference, first), num_out, activation
         )
-    return experts_product(as_wanted(x, row_format_of(first)), routing, first, activation)
+    x = as_wanted(x, row_format_of(first))
+    if block_scaled_experts.is_for(routing, first, activation):
+        assert isinstance(x, RowCodes)
+        assert isinstance(activation, Glu)
+        return tiled_activations(x, routing, first, activation)
+    return experts_product(x, routing, first, activation)
 
 
 def add_experts(
     residual: Tensor,
-    inner: Rows,
+    inner: PairRows,
     routing: Routing,
     down: ExpertMatrix,
     norm: Norm | None = None,
@@ -74,17 +85,20 @@ def add_experts(
     if isinstance(inner, Tensor) and not uses_triton(inner):
         add_by_expert(residual, inner, routing, partial(product_reference, down))
         return None
-    if routing.tiles.pairs.shape[1] > MOST_ROUNDED_WITHIN:
-        inner = as_wanted(inner, row_format_of(down))
+    if isinstance(inner, TiledRows):
+        product = partial(tiled_parts, inner, routing, down)
+    else:
+        rows = as_wanted(inner, row_format_of(down))
+        product = partial(experts_product, rows, routing, down, None)
     width = residual.shape[1]
     if routing.ids.numel() * width * residual.element_size() <= _MOST_PARTS_BYTES:
-        parts = experts_product(inner, routing, down, None)
+        parts = product()
         return add_parts(residual, parts, norm, num_real=routing.num_rows)
     for first in range(0, width, _OUTPUTS_AT_ONCE):
         some = range(first, min(first + _OUTPUTS_AT_ONCE, width))
         add_parts(
             residual[:, some.start : some.stop],
-            experts_product(inner, routing, down, None, some),  # not kept: one at a time
+            product(some),  # not kept: one at a time
             None,
             num_real=routing.num_rows,
         )

@@ -25,10 +25,9 @@ from .narrow_product import share_of_product
 from .routing import Routing
 from .row_codes import RowCodes, Rows
 from .scaled_experts import scaled_sums
+from .silu_mul import limited_glu
 
 _STEP_BYTES = 128  # of a plain matrix's row, in a step
-# Pairs of a tile up to which each program rounds rows itself: larger ones would do it for long.
-MOST_ROUNDED_WITHIN = 32
 
 
 class _Numbers(NamedTuple):
@@ -84,9 +83,10 @@ def _of_mxfp4(matrix: NarrowMatrix, x: Tensor, size: int) -> _Numbers:
 def _of_scaled(matrix: NarrowMatrix, x: Tensor, size: int) -> _Numbers:
     """For tiles of `size` pairs."""
     assert (matrix.kind, matrix.group) == ("fp8", STEP)
-    outs, num_warps, most = (128, 8, 4) if size == 128 else (64, 4, 5)
-    stage_bytes = (outs + size * x.element_size()) * STEP
-    stages = num_stages_of(most, stage_bytes, x.device)
+    outs, num_warps, most = (128, 8, 3) if size == 128 else (64, 4, 5)
+    if matrix.num_in <= 8 * STEP:  # soon over: more programs side by side do more than loads ahead
+        most = min(most, 4)
+    stages = num_stages_of(most, (outs + size) * STEP, x.device)
     tiling = {"BLOCK_N": outs, "STEPS": 1, "num_warps": num_warps, "num_stages": stages}
     options = {
         "KIND": "scaled", "WIDTH": matrix.codes.shape[1], "GROUP": STEP, "ROWS": matrix.rows,
@@ -124,7 +124,7 @@ def experts_product(
 ) -> Tensor:
     """With an activation, the activations of each pair; else its outputs times its weight, which
     are the parts of each row's sum: all of them, or `some`, which begin at a multiple of 128. Rows
-    for a matrix that rounds its inputs are codes or, in tiles of few pairs, may be as they are.
+    are codes if the matrix rounds its inputs.
 
     Sums are not split over K: that was slower on an H200 from a few rows on.
     Parts are rounded to x's dtype, since a prompt has many. Those of padding rows are not written.
@@ -233,9 +233,9 @@ def _experts_kernel(
     """
     num_tiles_n = tl.cdiv(width, BLOCK_N // 2 if GATED else BLOCK_N)
     tile, tile_n = tl.program_id(0) // num_tiles_n, tl.program_id(0) % num_tiles_n
-    # The router in front of the first layer makes the tiles. That layer waits for them before it
-    # lets `down` start, so `down` may read them, but not from a cache that may be older, before it
-    # waits.
+    # The router in front of the first layer makes tiles and weights. That layer waits for them
+    # before it lets the next kernel start, so `down` may read them before it waits, but not from a
+    # cache that may be older; also if the first layer's outputs are rounded in between.
     if FIRST:
         wait_for_inputs(DEPENDENT)
     start_next_kernel(DEPENDENT)
@@ -290,18 +290,20 @@ def _outputs_of_tile(
     pair = tl.load(pairs_at, cache_modifier=".cg")
     is_pair = pair < num_rows * TOP_K
     weight_row = expert * num_weight_rows + in_expert
+    # What comes behind the sums is loaded before them, unless it would spill registers.
+    KEPT: tl.constexpr = KIND == "scaled" and BLOCK_M <= 32
+    if KEPT and not FIRST:
+        weight = tl.load(weights_ptr + pair, mask=is_pair, other=0.0, cache_modifier=".cg")
     x_row = pair // TOP_K if FIRST else pair
     x_at = x_ptr + tl.where(is_pair, x_row, 0).to(tl.int64) * x_stride
     if KIND == "scaled":
         row = tl.reshape(tl.where(is_pair, x_row, 0), [BLOCK_M]).to(tl.int64)
-        is_row = tl.reshape(is_pair, [BLOCK_M])
-        x_scale_at = x_scale_ptr
-        if x_scale_ptr is not None:
-            x_scale_at = x_scale_ptr + row * ((NUM_IN + GROUP - 1) // GROUP)
+        x_scale_at = x_scale_ptr + row * ((NUM_IN + GROUP - 1) // GROUP)
         total = scaled_sums(
             x_ptr + row * x_stride, x_scale_at, codes_ptr + weight_row.to(tl.int64) * WIDTH,
-            scale_ptr + weight_row // ROWS * scale_step, scale_stride, is_row,
-            NUM_IN, WIDTH, GROUP, BLOCK_M, BLOCK_N, DEPENDENT and not FIRST,
+            scale_ptr + weight_row // ROWS * scale_step, scale_stride,
+            tl.reshape(is_pair, [BLOCK_M]), NUM_IN, WIDTH, GROUP, BLOCK_M, BLOCK_N,
+            DEPENDENT and not FIRST,
         )  # fmt: skip
     elif KIND == "plain":
         weight_at = codes_ptr + weight_row.to(tl.int64)[:, None] * WIDTH
@@ -328,21 +330,21 @@ def _outputs_of_tile(
                 scale_stride, NUM_ROWS, 0, KIND, NUM_IN, WIDTH, WIDTH, GROUP, STEP, STEPS,
                 CHUNK, IN_PAIRS, BLOCK_M, BLOCK_N, WARPS, DEPENDENT and not FIRST,
             )  # fmt: skip
-    pair = tl.load(pairs_at, cache_modifier=".cg")  # again: kept, it would spill registers
-    is_pair = pair < num_rows * TOP_K
+    if not KEPT:
+        pair = tl.load(pairs_at, cache_modifier=".cg")
+        is_pair = pair < num_rows * TOP_K
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + weight_row, mask=is_out, other=0.0).to(tl.float32)
         total += bias[:, None]
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(total, [2, OUTS, BLOCK_M]), (1, 2, 0)))
-        # Comparisons keep what is not a number, which tl.minimum would not.
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        y = (up + shift) * (gate / (1.0 + tl.exp(-alpha * gate)))
+        y = limited_glu(gate, up, alpha, limit, shift)
     elif FIRST:
         y = total * tl.where(total < 0.0, 0.0, total)  # keeps what is not a number
     else:
-        y = total * tl.load(weights_ptr + pair, mask=is_pair, other=0.0)
+        if not KEPT:
+            weight = tl.load(weights_ptr + pair, mask=is_pair, other=0.0)
+        y = total * weight
     out_row = pair if FIRST else pair % TOP_K * num_rows + pair // TOP_K
     outs = tile_n * OUTS + tl.arange(0, OUTS)
     tl.store(

@@ -36,6 +36,14 @@ def silu(x):
 
 
 @triton.jit
+def limited_glu(gate, up, alpha, limit, shift):
+    """As `Glu` says. Comparisons keep what is not a number, which tl.minimum would not."""
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return (up + shift) * (gate / (1.0 + tl.exp(-alpha * gate)))
+
+
+@triton.jit
 def _silu_mul_kernel(out_ptr, gate_up_ptr, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     start_next_kernel(DEPENDENT)
     wait_for_inputs(DEPENDENT)

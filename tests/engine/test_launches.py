@@ -264,19 +264,19 @@ def test_a_bias_takes_no_launch() -> None:
 
 
 def test_inputs_of_experts_are_rounded_where_they_are_made_or_read() -> None:
-    """By the norm in front, which keeps the rows for the router, and by `down` of few rows."""
+    """Those of first by the norm in front, which keeps the rows for the router."""
     with machine_code.names_of_launches(machine_code.RTX_4090) as names:
         part = mixture(1, None, fp8_blocks, norm_of(HIDDEN))
-        for num_rows, of_inner in ((ROWS, []), (1024, ["_round_rows_kernel"])):
+        for num_rows in (ROWS, 1024):
             x = empty(num_rows, HIDDEN)
             normed = add_parts(x, empty(2, num_rows, HIDDEN), part.norm)
             assert isinstance(normed, RowCodes)
             assert normed.plain is not None
             names.clear()
             part(x, normed, norm_of(HIDDEN), batch())
-            behind = names.index("_list_kernel") + 1
+            behind = names.index("_experts_kernel")
             assert "_round_rows_kernel" not in names[:behind]
-            experts = ["_experts_kernel", *of_inner, "_experts_kernel"]
+            experts = ["_experts_kernel", "_round_rows_kernel", "_experts_kernel"]
             assert names[behind:] == [*experts, "_add_parts_kernel"]
         names.clear()
         part(x, None, norm_of(HIDDEN), batch())

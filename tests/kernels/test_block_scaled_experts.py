@@ -14,13 +14,21 @@ from torch import Tensor
 from verification import DEVICE
 
 from outrider.kernels.model import block_scaled_experts as module
-from outrider.kernels.model import block_scaled_product
-from outrider.kernels.model.block_scaled_experts import tiled_activations, tiled_parts
-from outrider.kernels.model.expert_matrix import SILU, ExpertMatrix, Glu, expert_of, part_of
+from outrider.kernels.model import block_scaled_product, experts
+from outrider.kernels.model.block_scaled_experts import TiledRows, tiled_activations, tiled_parts
+from outrider.kernels.model.expert_matrix import (
+    RELU_SQUARED,
+    SILU,
+    ExpertMatrix,
+    Glu,
+    expert_of,
+    part_of,
+)
 from outrider.kernels.model.expert_tiles import ExpertTiles
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, RowFormat
 from outrider.kernels.model.routing import Routing
 from outrider.kernels.model.row_codes import RowCodes, round_rows_reference
+from outrider.kernels.model.split_product import add_parts_reference
 from outrider.kernels.triton_or_none import HAS_GLUON
 
 if HAS_GLUON:
@@ -81,7 +89,7 @@ def by_expert(x: Tensor, routing: Routing, layer: ExpertMatrix) -> Tensor:
     return y
 
 
-def numbers(x: RowCodes) -> Tensor:
+def numbers(x: RowCodes | TiledRows) -> Tensor:
     return x.codes.double() * x.scale.repeat_interleave(128, 1)
 
 
@@ -113,7 +121,7 @@ def test_activations_are_those_of_the_numbers_that_codes_stand_for(glu: Glu, ker
 def test_parts_are_the_weighted_outputs_of_each_pair(kernel: None) -> None:
     num_rows = 150
     routing, (_, down) = make_routing(num_rows), make_layers()
-    inner = make_rows(routing.tiles.pairs.numel(), INNER, torch.bfloat16)
+    inner = TiledRows(*make_rows(routing.tiles.pairs.numel(), INNER, torch.bfloat16)[:3])
     exact = by_expert(numbers(inner)[place_of_pair(routing)], routing, down)
     exact = (exact * routing.weights.flatten()[:, None]).view(num_rows, -1, HIDDEN).transpose(0, 1)
     whole = tiled_parts(inner, routing, down)
@@ -178,3 +186,46 @@ def test_nan_stays_in_its_row(kernel: None) -> None:
     _, parts = run(x, routing)
     is_nan = torch.arange(100, device=DEVICE)[None, :, None].expand(parts.shape) == 5
     assert torch.equal(parts.isnan(), is_nan)
+
+
+def test_a_prompt_is_multiplied_in_tiles_of_128(
+    kernel: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And some outputs are added after others."""
+    monkeypatch.setattr(module, "has_warpgroups", lambda _: True)
+    monkeypatch.setattr(experts, "_MOST_PARTS_BYTES", 0)
+    monkeypatch.setattr(experts, "_OUTPUTS_AT_ONCE", 384)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(
+            experts,
+            "add_parts",
+            lambda x, parts, norm, num_real: add_parts_reference(x, parts, norm),
+        )
+    x, routing, (first, down) = (
+        make_rows(200, HIDDEN, torch.bfloat16),
+        make_routing(200),
+        make_layers(),
+    )
+    inner = experts.expert_activations(x, routing, first, SILU)
+    assert isinstance(inner, TiledRows)
+    residual = torch.zeros(200, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+    assert experts.add_experts(residual, inner, routing, down) is None
+    _, parts = run(x, routing)
+    expected = torch.zeros_like(residual)
+    add_parts_reference(expected, parts, None)
+    assert torch.equal(residual, expected)
+
+
+def test_it_is_for_gated_experts_in_tiles_of_128_whose_inner_numbers_are_pairs_of_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "has_warpgroups", lambda _: True)
+    routing, (first, _) = make_routing(200), make_layers()
+    assert module.is_for(routing, first, SILU)
+    assert not module.is_for(routing, first, RELU_SQUARED)
+    smaller = routing.tiles._replace(pairs=routing.tiles.pairs[:, :64])
+    assert not module.is_for(routing._replace(tiles=smaller), first, SILU)
+    odd = ExpertMatrix(make_matrix(4 * 2 * 384, HIDDEN), None, 4)
+    assert not module.is_for(routing, odd, SILU)
+    weights = first.matrix._replace(rounds_inputs=False)
+    assert not module.is_for(routing, first._replace(matrix=weights), SILU)

@@ -14,9 +14,9 @@ from random_tensors import normals
 from torch import Tensor
 from verification import DEVICE
 
+from outrider.kernels.model import block_scaled_experts, few_rows_product
 from outrider.kernels.model import block_scaled_product as module
 from outrider.kernels.model import block_scaled_trial as trial
-from outrider.kernels.model import few_rows_product
 from outrider.kernels.model.narrow_matrix import NarrowMatrix
 from outrider.kernels.model.row_codes import RowCodes
 from outrider.kernels.model.scaled_product import most_rows_in_parts, scaled_product
@@ -191,11 +191,13 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """In place of those of many and of few rows."""
+    """In place of those of many and of few rows, and of experts."""
     many, few = Kernel(2, name="_block_scaled_kernel"), Kernel(name="_few_rows_kernel")
+    of_experts = Kernel(2, name="_experts_kernel")
+    monkeypatch.setattr(block_scaled_experts, "_experts_kernel", of_experts)
     monkeypatch.setattr(module, "_block_scaled_kernel", many)
     monkeypatch.setattr(few_rows_product, "_few_rows_kernel", few)
-    return [many, few]
+    return [many, few, of_experts]
 
 
 @interpreted
@@ -203,12 +205,12 @@ def test_kernels_that_work_are_used(
     tried: Callable[..., bool], kernels: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not tried(384)  # which they are not for: not tried
-    assert [kernel.num_launches for kernel in kernels] == [0, 0]
+    assert [kernel.num_launches for kernel in kernels] == [0, 0, 0]
     assert tried()
     assert tried()
     # Once for all matrices: gated, or added as a whole, which few rows are by a third kernel that
-    # that of many rows stands for; few rows gated or in parts.
-    assert [kernel.num_launches for kernel in kernels] == [4, 2]
+    # that of many rows stands for; few rows gated or in parts. Experts' layers beside dense ones.
+    assert [kernel.num_launches for kernel in kernels] == [4, 4, 2]
     assert not caplog.records
 
 
@@ -219,7 +221,8 @@ def wrong(kernel: Any) -> Any:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             def launch(out: Tensor, *args: Any, **options: Any) -> None:
                 kernel[grid](out, *args, **options)
-                out[..., -1, -1] += 0.5
+                if out.dtype != torch.float8_e4m3fn:  # experts' inner numbers
+                    out[..., -1, -1] += 0.5
 
             return launch
 
@@ -239,7 +242,7 @@ class Broken:
         (wrong, "wrong by"),
     ],
 )
-@pytest.mark.parametrize("rows", ["many", "few"])
+@pytest.mark.parametrize("rows", ["many", "few", "of experts"])
 def test_what_fails_on_a_gpu_goes_on_by_the_other_kernel_with_one_warning(
     rows: str,
     fail: Callable[[Any], Any],
@@ -249,9 +252,11 @@ def test_what_fails_on_a_gpu_goes_on_by_the_other_kernel_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    many, few = kernels
+    many, few, of_experts = kernels
     if rows == "many":
         monkeypatch.setattr(module, "_block_scaled_kernel", fail(many))
+    elif rows == "of experts":
+        monkeypatch.setattr(block_scaled_experts, "_experts_kernel", fail(of_experts))
     else:
         monkeypatch.setattr(few_rows_product, "_few_rows_kernel", fail(few))
     assert not tried()

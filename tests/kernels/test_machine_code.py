@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import INTERPRET
+from outrider.kernels.model import block_scaled_experts
 from outrider.kernels.model.attention_items import list_items
+from outrider.kernels.model.block_scaled_experts import tiled_activations, tiled_parts
 from outrider.kernels.model.block_scaled_product import block_scaled_product
 from outrider.kernels.model.delta_net import delta_net
 from outrider.kernels.model.expert_matrix import RELU_SQUARED, SILU, Activation, ExpertMatrix, Glu
@@ -158,13 +160,18 @@ def test_experts_multiply_codes_by_codes_on_tensor_cores(gpu: machine_code.Gpu, 
         codes = empty(50, 2048, dtype=torch.float8_e4m3fn)
         rows = RowCodes(codes, empty(50, 16, dtype=float32), torch.bfloat16)
         experts_product(rows, routing, layer(1024, 2048), SILU)
-        experts_product(empty(200, 512), routing, layer(2048, 512), None)
+        codes = empty(200, 512, dtype=torch.float8_e4m3fn)
+        inner = RowCodes(codes, empty(200, 4, dtype=float32), torch.bfloat16)
+        experts_product(inner, routing, layer(2048, 512), None)
     assert len(kernels) == 2
     for kernel in kernels:
         code = machine_code.disassembled(kernel)
         assert re.search(r"\bQG?MMA\b", code)
         assert not re.search(r"\bSTL\b", code), "registers are spilled"
         assert "LDGSTS" in code, "no codes are loaded ahead"
+    if gpu == machine_code.H100 and size == 16:
+        _, *between, _ = re.split(r"\bQGMMA\b", code)
+        assert not re.search(r"\bLDG\b", "".join(between)), "products wait for scales"
 
 
 def test_a_launch_may_follow_an_import_without_triton() -> None:
@@ -524,6 +531,33 @@ def test_many_rows_do_not_wait_for_scales_of_blocks_in_front_of_a_product(
     assert not re.search(r"\bFMUL\b", in_front), "scales are multiplied first"
     assert not re.search(r"\b(STL|LDL)\b", code), "registers are spilled"
     assert kernels[0].metadata.shared <= machine_code.H100.shared_bytes
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
+def test_experts_of_prompts_multiply_codes_by_codes_without_spills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_scaled_experts, "uses_triton", lambda _: True)  # of made-up tensors
+
+    def layer(num_out: int, num_in: int) -> ExpertMatrix:
+        scale = empty(num_in // 128, 8 * num_out // 128)
+        matrix = make_matrix("fp8", 8 * num_out, num_in, 128)._replace(scale=scale, rows=128)
+        return ExpertMatrix(matrix, None, 8)
+
+    with machine_code.launches(machine_code.H100) as kernels:
+        int32, float32 = torch.int32, torch.float32
+        tiles = ExpertTiles(empty(9, dtype=int32), empty(9, 128, dtype=int32))
+        routing = Routing(empty(500, 2, dtype=int32), empty(500, 2, dtype=float32), tiles)
+        codes = empty(500, 512, dtype=torch.float8_e4m3fn)
+        rows = RowCodes(codes, empty(500, 4, dtype=float32), torch.bfloat16)
+        inner = tiled_activations(rows, routing, layer(512, 512), SILU)
+        tiled_parts(inner, routing, layer(512, 256), range(256))
+    assert [kernel.metadata.name for kernel in kernels][1:] == 2 * ["_experts_kernel"]
+    for kernel in kernels[1:]:
+        code = machine_code.disassembled(kernel)
+        assert "QGMMA" in code
+        assert not re.search(r"\b(STL|LDL)\b", code), "registers are spilled"
+        assert kernel.metadata.shared <= machine_code.H100.shared_bytes
 
 
 def test_only_a_hopper_gpu_takes_its_kernel_for_prompts() -> None:

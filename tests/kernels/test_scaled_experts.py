@@ -144,18 +144,19 @@ def of_rows(matrix: NarrowMatrix) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("size", [16, 32, 128])
-def test_programs_that_round_rows_themselves_get_the_same_codes(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(expert_tiles, "_TILES", (size,))
-    down, routing = matrix_of(3, 192, 320), route(randn(40, 3), Router(2))
-    inner = randn(80, 320)
-    inner[3], inner[5, :7], inner[9, 130] = 0, 1e30, torch.nan
-    of_codes = experts_product(round_rows(inner, format_of(down)), routing, down, None)
-    torch.testing.assert_close(
-        experts_product(inner, routing, down, None), of_codes, rtol=0, atol=0, equal_nan=True
-    )
+@pytest.mark.parametrize("num_in", [600, 1100, 1280])
+def test_scales_are_those_of_their_groups(num_in: int) -> None:
+    """Loaded at once, or while the group before is multiplied."""
+    layer, routing = matrix_of(3, 192, num_in), route(randn(9, 3), Router(2))
+    pairs = randn(18, num_in)
+    pairs *= 2.0 ** torch.randint(-9, 9, pairs.shape, device=pairs.device)
+    rows = round_rows(pairs, format_of(layer))
+    got = experts_product(rows, routing, layer, None)
+    for pair in range(18):
+        row, choice = divmod(pair, 2)
+        expected = product_reference(layer, int(routing.ids[row, choice]), pairs[pair : pair + 1])
+        expected = expected[0] * routing.weights[row, choice]
+        assert (got[choice, row] - expected).norm() < 1e-5 * expected.norm()
 
 
 @needs_kernels

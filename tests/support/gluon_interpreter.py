@@ -46,7 +46,7 @@ _MODULES = {
         ("_few_rows_attention_kernel", few_rows_attention, attention_blocks, dependent_launch),
         ("_merge_parts_kernel", attention_parts, softmax_sums, dependent_launch),
         ("_block_scaled_kernel", block_scaled_product, silu_mul, tiles),
-        ("_experts_kernel", block_scaled_experts, block_scaled_product),
+        ("_experts_kernel", block_scaled_experts, block_scaled_product, silu_mul),
         ("_few_rows_kernel", few_rows_product, silu_mul, dependent_launch),
         ("_cell_by_cell_kernel", state_warpgroups),
     )
