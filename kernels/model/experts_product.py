@@ -85,7 +85,7 @@ def _of_scaled(matrix: NarrowMatrix, x: Tensor, size: int) -> _Numbers:
     assert (matrix.kind, matrix.group) == ("fp8", STEP)
     outs, num_warps, most = (128, 8, 3) if size == 128 else (64, 4, 5)
     if matrix.num_in <= 8 * STEP:  # soon over: more programs side by side do more than loads ahead
-        most = min(most, 4)
+        most = min(most, 4, max(1, matrix.num_in // STEP - 1))
     stages = num_stages_of(most, (outs + size) * STEP, x.device)
     tiling = {"BLOCK_N": outs, "STEPS": 1, "num_warps": num_warps, "num_stages": stages}
     options = {
