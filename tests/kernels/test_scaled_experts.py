@@ -43,6 +43,8 @@ from outrider.kernels.model.row_codes import (
 
 randn = normals(0)
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")
+# Tensor cores add products of 8 bits with some 14.
+SUMS_ERROR = 1e-5 if DEVICE.type == "cpu" else 6e-3
 
 
 class Experts(NamedTuple):
@@ -125,13 +127,13 @@ def test_products_are_those_of_rounded_rows(
     expected = by_formulas(x, routing, experts)
     scale = expected.norm()
     # The least difference may turn a code to the next one.
-    assert (residual.double() - expected).norm() < 5e-3 * scale
+    assert (residual.double() - expected).norm() < (5e-3 + SUMS_ERROR) * scale
     without = Experts(
         *(layer._replace(matrix=unrounded(layer)) for layer in experts[:2]), activation
     )
     by_weights = torch.zeros_like(x)
     add_reference(by_weights, x, routing, without)
-    assert (by_weights.double() - expected).norm() > 1e-2 * scale
+    assert (by_weights.double() - expected).norm() > 1.2e-2 * scale
 
 
 def unrounded(layer: ExpertMatrix) -> NarrowMatrix:
@@ -156,7 +158,7 @@ def test_scales_are_those_of_their_groups(num_in: int) -> None:
         row, choice = divmod(pair, 2)
         expected = product_reference(layer, int(routing.ids[row, choice]), pairs[pair : pair + 1])
         expected = expected[0] * routing.weights[row, choice]
-        assert (got[choice, row] - expected).norm() < 1e-5 * expected.norm()
+        assert (got[choice, row] - expected).norm() < SUMS_ERROR * expected.norm()
 
 
 @needs_kernels
@@ -166,7 +168,8 @@ def test_codes_behind_a_norm_are_those_of_its_rows(monkeypatch: pytest.MonkeyPat
     rounds = format_of(experts.first)._replace(keeps_rows=True)
     rows = normed_rows(x, norm._replace(rounds=rounds))
     assert isinstance(rows, RowCodes)
-    assert torch.equal(plain(rows), rms_norm(x, norm))
+    # A norm that rounds may sum a row in another order.
+    torch.testing.assert_close(plain(rows), rms_norm(x, norm))
     assert isinstance(normed_rows(x, norm), Tensor)
     given = (rows, plain(rows), round_rows(plain(rows), format_of(experts.first)))
     found = [expert_activations(each, routing, experts.first, SILU) for each in given]
