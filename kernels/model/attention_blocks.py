@@ -7,11 +7,12 @@ and `few_rows_attention`.
 from ..triton_or_none import gl, gluon, hopper
 from .attention_items import WIDTH
 from .fp8 import from_e4m3
+from .softmax_sums import LOG2_E, add
 
 mbarrier, tma = hopper.mbarrier, hopper.tma
 
 BLOCK = gl.constexpr(64)  # tokens
-SUMS = gl.constexpr(8)  # columns of a product with ones: the fewest that a warpgroup can do
+SUMS = gl.constexpr(8)  # columns of a product with ones: the fewest that tensor cores can do
 AHEAD = gl.constexpr(2)  # blocks in FP8 that are on their way
 
 
@@ -150,15 +151,35 @@ def without_strangers(tile, start, begin, end, LOADED: gl.constexpr):
 
 
 @gluon.jit
-def add_values(
-    rounded, tile, ones, acc, total, ACC: gl.constexpr, TOTAL: gl.constexpr
-):  # fmt: skip
-    """Start to add a block's weighted values and its weights to the sums.
+def add_weights(rounded, total, TOTAL: gl.constexpr):
+    """Add a block's weights to their totals, which are equal in all columns.
 
-    Returns these, and the factors, whose registers are read until the warpgroup has waited.
+    Each warp multiplies its own with ones, in registers, without a warpgroup's product.
+    """
+    ones = gl.full([BLOCK, SUMS], 1.0, rounded.dtype, gl.DotOperandLayout(1, TOTAL, 2))
+    left = gl.convert_layout(rounded, gl.DotOperandLayout(0, TOTAL, 2))
+    return hopper.mma_v2(left, ones, total)
+
+
+@gluon.jit
+def add_values(rounded, tile, acc, ACC: gl.constexpr):
+    """Start to add a block's weighted values to the sums.
+
+    Returns these, and the weights, whose registers are read until the warpgroup has waited.
     """
     left = gl.convert_layout(rounded, gl.DotOperandLayout(0, ACC, 2))
-    left_t = gl.convert_layout(rounded, gl.DotOperandLayout(0, TOTAL, 2))
-    acc = hopper.warpgroup_mma(left, tile, acc, is_async=True)
-    total = hopper.warpgroup_mma(left_t, ones.permute((1, 0)), total, is_async=True)
-    return acc, total, left, left_t
+    return hopper.warpgroup_mma(left, tile, acc, is_async=True), left
+
+
+@gluon.jit
+def outputs_of(
+    best, total, acc, sinks_ptr, head, is_row, v_scale, ACC: gl.constexpr, HAS_SINKS: gl.constexpr
+):  # fmt: skip
+    """The outputs of rows whose tokens are all summed."""
+    if HAS_SINKS:
+        sink = gl.load(sinks_ptr + head, mask=is_row, other=0.0).to(gl.float32) * LOG2_E
+        one = gl.full(total.shape, 1.0, gl.float32, gl.SliceLayout(1, ACC))
+        no_value = gl.zeros(acc.shape, gl.float32, ACC)
+        best, total, acc = add(best, total, acc, sink, one, no_value)
+    acc *= v_scale
+    return acc / gl.where(total > 0, total, 1.0)[:, None]

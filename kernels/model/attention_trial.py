@@ -15,7 +15,7 @@ from ..compiling import compile_together
 from .attention_items import list_items
 from .attention_reference import paged_attention_reference, whole_block
 from .batch_invariant_attention import Heads, random_layer
-from .few_rows_attention import HEAD_DIM, few_rows_attention
+from .few_rows_attention import few_rows_attention, takes
 from .prompt_attention import Variant, failed, is_for, prompt_attention
 from .warpgroups import has_warpgroups, works
 
@@ -65,7 +65,7 @@ def _error(
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     lens, scale = slots + _TOKENS, heads.head_dim**-0.5
     kernels: list[tuple[int, Callable[..., Tensor]]] = [(_PROMPT, prompt_attention)]
-    if heads.head_dim == HEAD_DIM:
+    if takes(query, keys):
         kernels.append((_FEW, few_rows_attention))
     calls, exact = [], []
     for num_rows, attention in kernels:

@@ -1,12 +1,15 @@
-"""Attention of few rows over large heads on a Hopper GPU: decodes and verifications.
+"""Attention of few rows on a Hopper GPU: decodes and verifications.
 
 A program has one warpgroup, which computes up to 64 rows, and a warp that copies keys and values
 into shared memory some blocks ahead, over the borders of items. So memory never waits for sums.
-Each item is one split of its rows' tokens, and `merge_parts` adds the splits up.
+Each item is one split of its rows' tokens. Rows that see a single one are finished with it; of the
+others `merge_parts` adds the splits up.
 
 A row is summed as `prompt_attention` does it, over the same blocks and splits in the same order,
 so its bits are the same.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,23 +21,38 @@ from .attention_blocks import (
     BLOCK,
     SUMS,
     add_values,
+    add_weights,
     copy_block,
     item_of,
+    outputs_of,
     tokens_of,
     weights_of,
     without_strangers,
 )
 from .attention_items import FEW_ROWS, WIDTH, AttentionItems, split_of, start_of
 from .attention_parts import merge_parts
-from .softmax_sums import LOG2_E
+from .softmax_sums import LOG2_E, add
 from .warpgroups import barriers_of
 
 mbarrier = hopper.mbarrier
 
-HEAD_DIM = 256  # smaller heads of many sequences are faster by `paged_attention`
-
 _ROWS = gl.constexpr(FEW_ROWS)  # the fewest that a warpgroup can do
-_STAGES = 3
+
+
+class _Tiling(NamedTuple):
+    per_sm: int  # programs of a multiprocessor
+    stages: int  # blocks on their way to a program
+    registers: int  # of a thread; the copying warp leaves most of its own to the others
+
+
+# By head size.
+_TILINGS = {64: _Tiling(2, 4, 128), 128: _Tiling(1, 5, 128), 256: _Tiling(1, 3, 168)}
+
+
+def takes(query: Tensor, k_cache: Tensor) -> bool:
+    """Whether few rows of a layer that `prompt_attention` is for are computed here."""
+    group = query.shape[1] // k_cache.shape[2]
+    return query.shape[2] in _TILINGS and k_cache.dtype == query.dtype and group <= FEW_ROWS
 
 
 def few_rows_attention(
@@ -47,8 +65,7 @@ def few_rows_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `paged_attention`, of rows that are listed as few, over 16-bit pages of layers that
-    `prompt_attention` is for.
+    """As `paged_attention`, of rows that are listed as few, of layers that it `takes`.
 
     Shape:
         query: [T, num_heads, dim]
@@ -69,9 +86,12 @@ def few_rows_attention(
     shape, device = (num_rows, num_heads, items.num_splits), query.device
     parts = torch.empty(*shape, dim, dtype=torch.float32, device=device)
     states = torch.empty(*shape, 2, dtype=torch.float32, device=device)
-    seen = torch.empty(num_rows, num_heads, 2, dtype=torch.int32, device=device)
-    grid = min(num_programs(device, 1), len(items.items) * num_kv_heads)
+    seen = torch.empty(num_rows, 2, dtype=torch.int32, device=device)
+    out = torch.empty(num_rows, num_heads, dim, dtype=query.dtype, device=device)
+    tiling = _TILINGS[dim]
+    grid = min(num_programs(device, tiling.per_sm), len(items.items) * num_kv_heads)
     _few_rows_attention_kernel[(grid,)](
+        out,
         parts,
         states,
         seen,
@@ -80,6 +100,7 @@ def few_rows_attention(
         block_table,
         items.items,
         items.num_items,
+        query if sinks is None else sinks,
         scale,
         window or 0,
         items.num_splits,
@@ -89,12 +110,22 @@ def few_rows_attention(
         GROUP=num_heads // num_kv_heads,
         DIM=dim,
         PAGE=page_size,
-        STAGES=_STAGES,
+        STAGES=tiling.stages,
         HAS_WINDOW=window is not None,
+        HAS_SINKS=sinks is not None,
         num_warps=4,
+        maxnreg=tiling.registers,
         **dependent_launch(device),
     )
-    return merge_parts(parts, states, seen, sinks, query.dtype)
+    if items.num_splits > 1:
+        merge_parts(out, parts, states, seen, sinks)
+    return out
+
+
+@gluon.jit
+def _item_of(turn, num_items):
+    """The item of a program's turn, if not negative: the longest splits are listed last."""
+    return num_items - 1 - item_of(turn)
 
 
 @gluon.jit
@@ -119,8 +150,8 @@ def _load_blocks(
     items_ptr, num_items, window = work
     block = 0
     for turn in range((num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        item = item_of(turn)
-        if item < num_items:
+        item = _item_of(turn, num_items)
+        if item >= 0:
             column = item % NUM_KV_HEADS * DIM
             item_ptr = items_ptr + item // NUM_KV_HEADS * WIDTH
             pages_ptr = block_table_ptr + gl.load(item_ptr + 3).to(gl.int64) * block_table_stride
@@ -135,8 +166,8 @@ def _load_blocks(
                     if start + BLOCK > context_len:
                         wait_for_inputs(DEPENDENT)
                     stage, phase = (block + i) % STAGES, (block + i) // STAGES & 1
+                    mbarrier.wait(free.index(stage), phase ^ 1)
                     for which in gl.static_range(2):
-                        mbarrier.wait(free[which].index(stage), phase ^ 1)
                         copy_block(
                             caches[which], parts[which], has[which].index(stage), stage,
                             pages_ptr, start, end, column, DIM, PAGE,
@@ -146,30 +177,29 @@ def _load_blocks(
 
 @gluon.jit
 def _attend(
-    rows, sums, work, query_tile, ones, tiles, has, free,
+    rows, sums, work, query_tile, tiles, has, free,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, DEPENDENT: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """The rows of all items. One warpgroup."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    TOTAL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
+    TOTAL: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, SUMS])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     k_tiles, v_tiles = tiles
     has_keys, has_values = has
-    keys_free, values_free = free
     items_ptr, num_items, window = work
-    query_ptr, query_stride_t, query_stride_h, scale = rows
-    parts_ptr, states_ptr, seen_ptr, num_splits = sums
+    query_ptr, query_stride_t, query_stride_h, sinks_ptr, scale = rows
+    out_ptr, parts_ptr, states_ptr, seen_ptr, num_splits = sums
     dtype: gl.constexpr = query_ptr.dtype.element_ty
     factor = scale * LOG2_E
     no_logits = gl.zeros([_ROWS, BLOCK], gl.float32, LOGITS)
     wait_for_inputs(DEPENDENT)
     block = 0
     for turn in range((num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        item = item_of(turn)
-        if item < num_items:
+        item = _item_of(turn, num_items)
+        if item >= 0:
             kv_head = item % NUM_KV_HEADS
             item_ptr = items_ptr + item // NUM_KV_HEADS * WIDTH
             first_head = kv_head * GROUP
@@ -199,7 +229,6 @@ def _attend(
                 mbarrier.wait(has_keys.index(stage), phase)
                 keys = k_tiles.index(stage).permute((1, 0))
                 logits = hopper.warpgroup_mma(query_tile, keys, no_logits, use_acc=False)
-                mbarrier.arrive(keys_free.index(stage), count=1)
                 weights, best, decay = weights_of(
                     logits, first, position, first_position, last_position, best, factor, window,
                     LOGITS, HAS_WINDOW,
@@ -210,6 +239,7 @@ def _attend(
                     last_stage, last_phase = stage, phase
                     block += 1
                     stage, phase = block % STAGES, block // STAGES & 1
+                    total = add_weights(rounded, total, TOTAL)
                     mbarrier.wait(has_keys.index(stage), phase)
                     keys = k_tiles.index(stage).permute((1, 0))
                     logits = hopper.warpgroup_mma(
@@ -220,64 +250,70 @@ def _attend(
                         without_strangers(
                             v_tiles.index(last_stage), start - BLOCK, begin, end, LOADED
                         )
-                    acc, total, left, left_t = add_values(
-                        rounded, v_tiles.index(last_stage), ones, acc, total, ACC, TOTAL
-                    )
-                    logits = hopper.warpgroup_mma_wait(2, deps=[logits])
-                    mbarrier.arrive(keys_free.index(stage), count=1)
+                    acc, left = add_values(rounded, v_tiles.index(last_stage), acc, ACC)
+                    logits = hopper.warpgroup_mma_wait(1, deps=[logits])
                     weights, best, decay = weights_of(
                         logits, start, position, first_position, last_position, best, factor,
                         window, LOGITS, HAS_WINDOW,
                     )  # fmt: skip
+                    rounded = weights.to(dtype)
                     # A branch, whose outcome is known: else the assembler would move the making of
                     # the weights behind the wait for the sums.
                     mbarrier.wait(has_values.index(last_stage), last_phase)
-                    acc, total, left, left_t, weights = hopper.warpgroup_mma_wait(
-                        0, deps=[acc, total, left, left_t, weights]
-                    )
-                    mbarrier.arrive(values_free.index(last_stage), count=1)
+                    acc, left, rounded = hopper.warpgroup_mma_wait(0, deps=[acc, left, rounded])
+                    mbarrier.arrive(free.index(last_stage), count=1)
                     acc *= gl.convert_layout(decay, ROW)[:, None]
                     total *= gl.convert_layout(decay, gl.SliceLayout(1, TOTAL))[:, None]
-                    rounded = weights.to(dtype)
                 mbarrier.wait(has_values.index(stage), phase)
                 last = gl.maximum(first, (end - 1) // BLOCK * BLOCK)
                 without_strangers(v_tiles.index(stage), last, begin, end, LOADED)
-                acc, total, left, left_t = add_values(
-                    rounded, v_tiles.index(stage), ones, acc, total, ACC, TOTAL
-                )
-                acc, total, left, left_t = hopper.warpgroup_mma_wait(
-                    0, deps=[acc, total, left, left_t]
-                )
-                mbarrier.arrive(values_free.index(stage), count=1)
+                total = add_weights(rounded, total, TOTAL)
+                acc, left = add_values(rounded, v_tiles.index(stage), acc, ACC)
+                acc, left = hopper.warpgroup_mma_wait(0, deps=[acc, left])
+                mbarrier.arrive(free.index(stage), count=1)
                 block += 1
 
                 m = gl.arange(0, _ROWS, ROW)
-                head = first_head + m % GROUP
-                out_row = (first_row + m // GROUP).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head
+                row, head = first_row + m // GROUP, first_head + m % GROUP
+                out_row = row.to(gl.int64) * (NUM_KV_HEADS * GROUP) + head
                 is_row = m < num_rows * GROUP
-                part = out_row * num_splits + split
                 d = gl.arange(0, DIM, gl.SliceLayout(0, ACC))[None, :]
-                gl.store(parts_ptr + (part * DIM)[:, None] + d, acc, mask=is_row[:, None])
-                state_ptr = states_ptr + part * 2
-                gl.store(state_ptr, gl.convert_layout(best, ROW), mask=is_row)
-                gl.store(state_ptr + 1, gl.convert_layout(gl.max(total, 1), ROW), mask=is_row)
+                best = gl.convert_layout(best, ROW)
+                total = gl.convert_layout(gl.max(total, 1), ROW)
+                if first_split == last_split:
+                    # As merging would: with nothing before it.
+                    best, total, acc = add(
+                        gl.full([_ROWS], float("-inf"), gl.float32, ROW),
+                        gl.zeros([_ROWS], gl.float32, ROW), gl.zeros([_ROWS, DIM], gl.float32, ACC),
+                        best, total, acc,
+                    )  # fmt: skip
+                    out = outputs_of(best, total, acc, sinks_ptr, head, is_row, 1.0, ACC, HAS_SINKS)
+                    to_ptr = out_ptr + (out_row * DIM)[:, None] + d
+                    gl.store(to_ptr, out.to(dtype), mask=is_row[:, None])
+                else:
+                    part = out_row * num_splits + split
+                    gl.store(parts_ptr + (part * DIM)[:, None] + d, acc, mask=is_row[:, None])
+                    gl.store(states_ptr + part * 2, best, mask=is_row)
+                    gl.store(states_ptr + part * 2 + 1, total, mask=is_row)
                 if split == last_split:
-                    of_row = seen_ptr + out_row * 2
+                    of_row = seen_ptr + row * 2
                     gl.store(of_row, gl.full([_ROWS], first_split, gl.int32, ROW), mask=is_row)
                     gl.store(of_row + 1, gl.full([_ROWS], last_split, gl.int32, ROW), mask=is_row)
 
 
 @gluon.jit(do_not_specialize=["window", "num_splits", "block_table_stride"])
 def _few_rows_attention_kernel(
+    out_ptr,  # [T, num_heads, DIM]
     parts_ptr,  # [T, num_heads, num_splits, DIM]
     states_ptr,  # [T, num_heads, num_splits, 2]
-    seen_ptr,  # [T, num_heads, 2]
+    seen_ptr,  # [T, 2]
     query_ptr,  # [T, num_heads, DIM]
     k_cache,  # [num_pages * PAGE, num_kv_heads * DIM]: a descriptor
     v_cache,
     block_table_ptr,  # [num_slots, pages]
     items_ptr,  # [most items possible, WIDTH]
     num_items_ptr,  # [1]
+    sinks_ptr,  # [num_heads], if HAS_SINKS
     scale,
     window,
     num_splits,  # the most splits of a row
@@ -290,6 +326,7 @@ def _few_rows_attention_kernel(
     PAGE: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """Each program strides over the items."""
@@ -299,8 +336,6 @@ def _few_rows_attention_kernel(
     PART: gl.constexpr = min(PAGE, BLOCK)
     num_items = gl.load(num_items_ptr) * NUM_KV_HEADS
     query_tile = gl.allocate_shared_memory(dtype, [_ROWS, DIM], TILE)
-    ones = gl.allocate_shared_memory(dtype, [SUMS, BLOCK], TILE)
-    ones.store(gl.full(ones.shape, 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
     # A tile is made up of parts, as they are copied.
     NUM: gl.constexpr = STAGES * (DIM // 64) * (BLOCK // PART)
     k_parts = gl.allocate_shared_memory(dtype, [NUM, PART, 64], TILE)
@@ -310,16 +345,16 @@ def _few_rows_attention_kernel(
         v_parts._reinterpret(dtype, [STAGES, BLOCK, DIM], TILE),
     )
     has = (barriers_of(STAGES, 1), barriers_of(STAGES, 1))
-    free = (barriers_of(STAGES, 1), barriers_of(STAGES, 1))
+    free = barriers_of(STAGES, 1)  # of keys and values both
     hopper.fence_async_shared()
     work = (items_ptr, num_items, window)
-    rows = (query_ptr, query_stride_t, query_stride_h, scale)
-    sums = (parts_ptr, states_ptr, seen_ptr, num_splits)
+    rows = (query_ptr, query_stride_t, query_stride_h, sinks_ptr, scale)
+    sums = (out_ptr, parts_ptr, states_ptr, seen_ptr, num_splits)
     gl.warp_specialize(
         [
             (_attend, (
-                rows, sums, work, query_tile, ones, tiles, has, free,
-                NUM_KV_HEADS, GROUP, DIM, STAGES, HAS_WINDOW, DEPENDENT)),
+                rows, sums, work, query_tile, tiles, has, free,
+                NUM_KV_HEADS, GROUP, DIM, STAGES, HAS_WINDOW, HAS_SINKS, DEPENDENT)),
             (_load_blocks, (
                 (k_cache, v_cache), block_table_ptr, block_table_stride, work, (k_parts, v_parts),
                 has, free, NUM_KV_HEADS, DIM, PAGE, STAGES, HAS_WINDOW, DEPENDENT)),

@@ -26,7 +26,7 @@ from .._dispatch import num_programs, shared_bytes
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .attention_items import PROMPT_ROWS, WIDTH, AttentionItems, split_of, start_of
-from .few_rows_attention import HEAD_DIM, few_rows_attention
+from .few_rows_attention import few_rows_attention, takes
 from .fp8 import as_bytes, from_e4m3
 from .prompt_attention import is_for, prompt_attention
 from .softmax_sums import LOG2_E, add, attend, merge, no_total
@@ -74,7 +74,7 @@ def paged_attention(
         return prompt_attention(
             query, k_cache, v_cache, items, block_table, scale, window, sinks, k_scale, v_scale
         )
-    if on_warpgroups and not items.is_prefill and head_dim == HEAD_DIM:
+    if on_warpgroups and not items.is_prefill and takes(query, k_cache):
         return few_rows_attention(query, k_cache, v_cache, items, block_table, scale, window, sinks)
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
     assert scale > 0

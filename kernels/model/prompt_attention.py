@@ -21,8 +21,10 @@ from .attention_blocks import (
     BLOCK,
     SUMS,
     add_values,
+    add_weights,
     item_of,
     load_blocks,
+    outputs_of,
     tokens_of,
     weights_of,
     without_strangers,
@@ -60,7 +62,7 @@ failed: set[Variant] = set()
 def is_for(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None, sinks: Tensor | None
 ) -> bool:
-    """Whether it computes prompts of such layers, and `few_rows_attention` those of large heads."""
+    """Whether it computes prompts of such layers, and `few_rows_attention` few rows of some."""
     page_size, num_kv_heads, head_dim = k_cache.shape[1:]
     group = query.shape[1] // num_kv_heads
     return (
@@ -142,13 +144,13 @@ def prompt_attention(
 
 @gluon.jit
 def _attend(
-    WHICH: gl.constexpr, rows, work, queries, ones, tiles, has, free,
+    WHICH: gl.constexpr, rows, work, queries, tiles, has, free,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """The first or second 64 rows of all items. One warpgroup."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    TOTAL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
+    TOTAL: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, SUMS])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
@@ -205,6 +207,7 @@ def _attend(
                 last_stage, last_phase = stage, phase
                 block += 1
                 stage, phase = block % STAGES, block // STAGES & 1
+                total = add_weights(rounded, total, TOTAL)
                 mbarrier.wait(has_keys.index(stage), phase)
                 keys = k_tiles.index(stage).permute((1, 0))
                 logits = hopper.warpgroup_mma(
@@ -213,22 +216,19 @@ def _attend(
                 mbarrier.wait(has_values.index(last_stage), last_phase)
                 if HAS_WINDOW:
                     without_strangers(v_tiles.index(last_stage), start - BLOCK, begin, end, LOADED)
-                acc, total, left, left_t = add_values(
-                    rounded, v_tiles.index(last_stage), ones, acc, total, ACC, TOTAL
-                )
-                logits = hopper.warpgroup_mma_wait(2, deps=[logits])
+                acc, left = add_values(rounded, v_tiles.index(last_stage), acc, ACC)
+                logits = hopper.warpgroup_mma_wait(1, deps=[logits])
                 mbarrier.arrive(keys_free.index(stage), count=1)
                 is_new = start >= next_split
                 weights, new_best, decay = weights_of(
                     logits, start, position, first_position, end - 1,
                     gl.where(is_new, float("-inf"), best), factor, window, LOGITS, HAS_WINDOW,
                 )  # fmt: skip
+                rounded = weights.to(dtype)
                 # A branch, whose outcome is known: else the assembler would move the making of the
                 # weights behind the wait for the sums.
                 mbarrier.wait(has_values.index(last_stage), last_phase)
-                acc, total, left, left_t, weights = hopper.warpgroup_mma_wait(
-                    0, deps=[acc, total, left, left_t, weights]
-                )
+                acc, left, rounded = hopper.warpgroup_mma_wait(0, deps=[acc, left, rounded])
                 mbarrier.arrive(values_free.index(last_stage), count=1)
                 if is_new:
                     past_best, past_total, past_acc = add(
@@ -239,14 +239,12 @@ def _attend(
                 best = new_best  # where a split is new, `decay` is 0
                 acc *= gl.convert_layout(decay, ROW)[:, None]
                 total *= gl.convert_layout(decay, gl.SliceLayout(1, TOTAL))[:, None]
-                rounded = weights.to(dtype)
             mbarrier.wait(has_values.index(stage), phase)
             last = (end - 1) // BLOCK * BLOCK
             without_strangers(v_tiles.index(stage), last, begin, end, LOADED)
-            acc, total, left, left_t = add_values(
-                rounded, v_tiles.index(stage), ones, acc, total, ACC, TOTAL
-            )
-            acc, total, left, left_t = hopper.warpgroup_mma_wait(0, deps=[acc, total, left, left_t])
+            total = add_weights(rounded, total, TOTAL)
+            acc, left = add_values(rounded, v_tiles.index(stage), acc, ACC)
+            acc, left = hopper.warpgroup_mma_wait(0, deps=[acc, left])
             mbarrier.arrive(values_free.index(stage), count=1)
             block += 1
 
@@ -257,16 +255,12 @@ def _attend(
             m = WHICH * _ROWS + gl.arange(0, _ROWS, ROW)
             head = first_head + m % GROUP
             is_row = m < num_rows * GROUP
-            if HAS_SINKS:
-                sink = gl.load(sinks_ptr + head, mask=is_row, other=0.0).to(gl.float32) * LOG2_E
-                one = gl.full([_ROWS], 1.0, gl.float32, ROW)
-                no_value = gl.zeros([_ROWS, DIM], gl.float32, ACC)
-                past_best, past_total, acc = add(past_best, past_total, acc, sink, one, no_value)
-            acc *= v_scale
-            out = (acc / gl.where(past_total > 0, past_total, 1.0)[:, None]).to(dtype)
+            out = outputs_of(
+                past_best, past_total, acc, sinks_ptr, head, is_row, v_scale, ACC, HAS_SINKS
+            )
             at = ((first_row + m // GROUP).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head) * DIM
             d = gl.arange(0, DIM, gl.SliceLayout(0, ACC))[None, :]
-            gl.store(out_ptr + at[:, None] + d, out, mask=is_row[:, None])
+            gl.store(out_ptr + at[:, None] + d, out.to(dtype), mask=is_row[:, None])
 
 
 @gluon.jit(do_not_specialize=["window", "block_table_stride"])
@@ -300,8 +294,6 @@ def _prompt_attention_kernel(
     PART: gl.constexpr = min(PAGE, BLOCK)
     num_items = gl.load(num_items_ptr) * NUM_KV_HEADS
     queries = gl.allocate_shared_memory(dtype, [2, _ROWS, DIM], TILE)
-    ones = gl.allocate_shared_memory(dtype, [SUMS, BLOCK], TILE)
-    ones.store(gl.full(ones.shape, 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
     # A tile is made up of parts, as they are copied.
     NUM: gl.constexpr = STAGES * (DIM // 64) * (BLOCK // PART)
     k_parts = gl.allocate_shared_memory(dtype, [NUM, PART, 64], TILE)
@@ -331,10 +323,10 @@ def _prompt_attention_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                0, rows, work, queries, ones, tiles, has, free,
+                0, rows, work, queries, tiles, has, free,
                 NUM_KV_HEADS, GROUP, DIM, STAGES, HAS_WINDOW, HAS_SINKS)),
             (_attend, (
-                1, rows, work, queries, ones, tiles, has, free,
+                1, rows, work, queries, tiles, has, free,
                 NUM_KV_HEADS, GROUP, DIM, STAGES, HAS_WINDOW, HAS_SINKS)),
             (load_blocks, (
                 (k_cache, v_cache), block_table_ptr, block_table_stride, work, parts, copied,

@@ -1,5 +1,5 @@
-"""The kernel of few rows over large heads for Hopper GPUs: every row sees its tokens, its splits
-are merged, and no warp waits for ever. On a CPU it runs in plain torch.
+"""The kernel of few rows for Hopper GPUs: every row sees its tokens, its splits are merged, and no
+warp waits for ever. On a CPU it runs in plain torch.
 """
 
 import pytest
@@ -42,14 +42,14 @@ NO_UNIT = 1 << 30
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> "Kernel":
-    """Have the kernels run in plain torch, where there is no GPU."""
-    kernel = Kernel(num_programs=3, seed=seed, name="_few_rows_attention_kernel")
+    """Have the kernels run in plain torch, where there is no GPU. Returns the one that merges."""
+    merging = Kernel(None, name="_merge_parts_kernel")
     if DEVICE.type == "cpu":
+        kernel = Kernel(num_programs=3, seed=seed, name="_few_rows_attention_kernel")
         monkeypatch.setattr(module, "_few_rows_attention_kernel", kernel)
-        merging = Kernel(None, name="_merge_parts_kernel")
         monkeypatch.setattr(attention_parts, "_merge_parts_kernel", merging)
     monkeypatch.setattr(module, "num_programs", lambda *_: 3)
-    return kernel
+    return merging
 
 
 def check(
@@ -63,7 +63,7 @@ def check(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> None:
-    interpret(monkeypatch, seed)
+    merging = interpret(monkeypatch, seed)
     randn = normals(seed + layer.head_dim, torch.float32)
     num_rows = sum(rows for rows, _ in BATCH)
     pages = random_pages(BATCH, layer, page_size, dtype, window, None, seed)
@@ -77,6 +77,8 @@ def check(
         got = few_rows_attention(
             query, pages.k_cache, pages.v_cache, items, pages.table, scale, window, sinks
         )
+    if DEVICE.type == "cpu":
+        assert merging.num_launches == (num_splits > 1)
     first_row = 0
     for (rows, context), (key, value) in zip(BATCH, pages.own, strict=True):
         own = got[first_row : first_row + rows].float()
@@ -131,10 +133,12 @@ def test_any_order_of_warps_and_copies_gives_the_same(
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_parts_are_added_in_order(has_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 20 splits, more than are loaded at once, each row sees some."""
+def test_parts_of_several_splits_are_added(
+    has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 20 splits, more than are loaded at once, each row sees some. A row of one is finished."""
     interpret(monkeypatch)
-    num_rows, num_heads, num_splits, dim = 5, 2, 20, 64
+    num_rows, num_heads, num_splits, dim = 5, 11, 20, 64
     randn = normals(0, torch.float32)
     parts = randn(num_rows, num_heads, num_splits, dim)
     states = torch.stack((3 * randn(*parts.shape[:3]), randn(*parts.shape[:3]).abs()), 3)
@@ -144,11 +148,13 @@ def test_parts_are_added_in_order(has_sinks: bool, monkeypatch: pytest.MonkeyPat
         is_seen[first : last + 1] = True
         parts[row, :, ~is_seen.to(DEVICE)] = torch.nan
         states[row, :, ~is_seen.to(DEVICE)] = torch.nan
-    seen = seen[:, None].expand(-1, num_heads, -1).contiguous().to(DEVICE)
     sinks = randn(num_heads) if has_sinks else None
-    got = attention_parts.merge_parts(parts, states, seen, sinks, torch.float32)
-    for row in range(num_rows):
-        first, last = seen[row, 0].tolist()
+    got = torch.full((num_rows, num_heads, dim), 7.0, device=DEVICE)
+    attention_parts.merge_parts(got, parts, states, seen.to(DEVICE), sinks)
+    for row, (first, last) in enumerate(seen.tolist()):
+        if first == last:
+            assert (got[row] == 7.0).all(), "a finished row is written again"
+            continue
         best, total, acc = torch.full((num_heads,), -torch.inf), torch.zeros(num_heads), 0.0
         best, total = best.to(DEVICE), total.to(DEVICE)
         adds = [(*states[row, :, i].unbind(1), parts[row, :, i]) for i in range(first, last + 1)]

@@ -43,8 +43,14 @@ _MODULES = {
     name: [dict(vars(module)) for module in (*others, warpgroups, own)]
     for name, own, *others in (
         ("_prompt_attention_kernel", prompt_attention, softmax_sums, attention_blocks),
-        ("_few_rows_attention_kernel", few_rows_attention, attention_blocks, dependent_launch),
-        ("_merge_parts_kernel", attention_parts, softmax_sums, dependent_launch),
+        (
+            "_few_rows_attention_kernel",
+            few_rows_attention,
+            softmax_sums,
+            attention_blocks,
+            dependent_launch,
+        ),
+        ("_merge_parts_kernel", attention_parts, softmax_sums, attention_blocks, dependent_launch),
         ("_block_scaled_kernel", block_scaled_product, silu_mul, tiles),
         ("_experts_kernel", block_scaled_experts, block_scaled_product, silu_mul),
         ("_few_rows_kernel", few_rows_product, silu_mul, dependent_launch),
@@ -312,7 +318,10 @@ def _interpreted(program: Program, kernel: str) -> dict[str, Any]:
         async_copy_global_to_shared=_copy, commit_group=_commit, wait_group=_wait_for_copies
     )
     hopper = SimpleNamespace(
-        warpgroup_mma=_multiply, warpgroup_mma_wait=_wait, fence_async_shared=lambda: None
+        warpgroup_mma=_multiply,
+        warpgroup_mma_wait=_wait,
+        mma_v2=lambda left, right, acc: (acc + left.double() @ right.double()).float(),
+        fence_async_shared=lambda: None,
     )
     names: dict[str, Any] = {
         "gl": gl,
