@@ -132,12 +132,14 @@ def test_any_order_of_warps_and_copies_gives_the_same(
     check(Layer(6, 1, 256), 16, monkeypatch, seed=seed)
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_parts_of_several_splits_are_added(
-    has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+    many: bool, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 20 splits, more than are loaded at once, each row sees some. A row of one is finished."""
     interpret(monkeypatch)
+    monkeypatch.setattr(attention_parts, "_MANY_ROWS", 5 if many else 6)
     num_rows, num_heads, num_splits, dim = 5, 11, 20, 64
     randn = normals(0, torch.float32)
     parts = randn(num_rows, num_heads, num_splits, dim)
