@@ -91,11 +91,16 @@ def make_logits(num_rows: int, num_experts: int, top_k: int) -> list[Tensor]:
     return list(logits.bfloat16())
 
 
+def activations(x: Rows, routing: Routing, experts: Experts) -> PairRows:
+    wanted = row_format_of(experts.down)
+    return expert_activations(x, routing, experts.first, experts.glu, wanted)
+
+
 def run_layer(
     residual: Tensor, x: Rows, logits: Tensor, top_k: int, experts: Experts, norm: Norm
 ) -> None:
     routing = route(logits, Router(top_k))
-    gated = expert_activations(x, routing, experts.first, experts.glu)
+    gated = activations(x, routing, experts)
     add_experts(residual, gated, routing, experts.down, norm)
 
 
@@ -115,11 +120,11 @@ def time_parts(experts: Experts, num_rows: int, top_k: int, tb_per_s: float) -> 
     residual = torch.zeros_like(x)
     norm = Norm(torch.ones(hidden, device=DEVICE).bfloat16(), 1e-5)
     routings = [route(each, Router(top_k)) for each in logits]
-    gated = expert_activations(rows, routings[0], experts.first, experts.glu)
+    gated = activations(rows, routings[0], experts)
     parts = parts_of(gated, routings[0], experts.down)
     calls = (
         [partial(route, each, Router(top_k)) for each in logits],
-        [partial(expert_activations, rows, each, experts.first, experts.glu) for each in routings],
+        [partial(activations, rows, each, experts) for each in routings],
         [partial(parts_of, gated, each, experts.down) for each in routings],
         [partial(add_parts, residual, parts, norm)],
         [partial(run_layer, residual, rows, each, top_k, experts, norm) for each in logits],

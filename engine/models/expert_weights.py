@@ -29,7 +29,13 @@ from outrider.kernels.model.experts import (
     add_experts,
     expert_activations,
 )
-from outrider.kernels.model.narrow_matrix import NarrowMatrix, can_stack, dequantise, stack
+from outrider.kernels.model.narrow_matrix import (
+    NarrowMatrix,
+    RowFormat,
+    can_stack,
+    dequantise,
+    stack,
+)
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Router, Routing
 from outrider.kernels.model.row_codes import Rows, plain
@@ -50,7 +56,12 @@ class ExpertWeights(Weight):
 
     @abstractmethod
     def activations(
-        self, x: Rows, routing: Routing, bias: Tensor | None, activation: Activation
+        self,
+        x: Rows,
+        routing: Routing,
+        bias: Tensor | None,
+        activation: Activation,
+        wanted: RowFormat | None,
     ) -> PairRows:
         """As `expert_activations`."""
 
@@ -89,9 +100,14 @@ class StackedExperts(ExpertWeights):
         return ExpertMatrix(self._matrix, bias, self._num_experts)
 
     def activations(
-        self, x: Rows, routing: Routing, bias: Tensor | None, activation: Activation
+        self,
+        x: Rows,
+        routing: Routing,
+        bias: Tensor | None,
+        activation: Activation,
+        wanted: RowFormat | None,
     ) -> PairRows:
-        return expert_activations(x, routing, self._with(bias), activation)
+        return expert_activations(x, routing, self._with(bias), activation, wanted)
 
     def add_to(
         self, x: Tensor, inner: PairRows, routing: Routing, bias: Tensor | None, norm: Norm | None
@@ -123,7 +139,12 @@ class SeparateExperts(ExpertWeights):
         return lambda expert, rows: weights[expert].multiply(rows, biases[expert])
 
     def activations(
-        self, x: Rows, routing: Routing, bias: Tensor | None, activation: Activation
+        self,
+        x: Rows,
+        routing: Routing,
+        bias: Tensor | None,
+        activation: Activation,
+        wanted: RowFormat | None,
     ) -> PairRows:
         num_out = self._weights[0].shape[0] // layers_in_first(activation)
         return activations_by_expert(plain(x), routing, self._product(bias), num_out, activation)

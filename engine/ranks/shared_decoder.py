@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.kernels._dispatch import uses_triton
 from outrider.kernels.model.expert_matrix import Activation
 from outrider.kernels.model.experts import PairRows
+from outrider.kernels.model.narrow_matrix import RowFormat
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Routing
 from outrider.kernels.model.row_codes import Rows
@@ -167,10 +168,15 @@ class ExpertsOverRanks(ExpertWeights):
         self._weight, self._group = weight, group
         self.shape, self.num_bytes = weight.shape, weight.num_bytes
         self.format, self.input_eps = weight.format, weight.input_eps
-        self.batch_invariant = weight.batch_invariant
+        self.batch_invariant, self.row_format = weight.batch_invariant, weight.row_format
 
     def activations(
-        self, x: Rows, routing: Routing, bias: Tensor | None, activation: Activation
+        self,
+        x: Rows,
+        routing: Routing,
+        bias: Tensor | None,
+        activation: Activation,
+        wanted: RowFormat | None,
     ) -> PairRows:
         raise TypeError("the first layer of experts is shared by its outputs")
 

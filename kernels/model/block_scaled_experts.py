@@ -19,7 +19,7 @@ from .._dispatch import num_programs, uses_triton
 from ..triton_or_none import TensorDescriptor, gl, gluon, hopper, tl, triton
 from .block_scaled_product import BLOCK_ROWS, _share, failed
 from .expert_matrix import Activation, ExpertMatrix, Glu
-from .narrow_matrix import NarrowMatrix
+from .narrow_matrix import NarrowMatrix, RowFormat
 from .routing import Routing
 from .row_codes import RowCodes, codes_of_groups
 from .silu_mul import limited_glu
@@ -41,14 +41,18 @@ class TiledRows(NamedTuple):
     dtype: torch.dtype
 
 
-def is_for(routing: Routing, first: ExpertMatrix, activation: Activation) -> bool:
-    """Whether it multiplies such tiles by such experts, whose last layer has the same format."""
+def is_for(
+    routing: Routing, first: ExpertMatrix, activation: Activation, wanted: RowFormat | None
+) -> bool:
+    """Whether it multiplies such tiles by such experts, whose last layer has rows as `wanted`."""
     matrix = first.matrix
     return (
         isinstance(matrix, NarrowMatrix)
         and isinstance(activation, Glu)
         and routing.tiles.pairs.shape[1] == BLOCK_ROWS
         and first.bias is None
+        and wanted is not None
+        and (wanted.dtype, wanted.group) == (torch.float8_e4m3fn, _GROUP.value)
         and matrix.codes.dtype == torch.float8_e4m3fn
         and matrix.rounds_inputs
         and (matrix.group, matrix.rows) == (_GROUP.value, _OUTS.value)

@@ -32,6 +32,7 @@ from .expert_matrix import (
     row_format_of,
 )
 from .experts_product import experts_product
+from .narrow_matrix import RowFormat
 from .rms_norm import Norm
 from .routing import Routing
 from .row_codes import RowCodes, Rows, as_wanted, rounded_rows
@@ -48,10 +49,15 @@ ExpertProduct = Callable[[int, Tensor], Tensor]
 
 
 def expert_activations(
-    x: Rows, routing: Routing, first: ExpertMatrix, activation: Activation
+    x: Rows,
+    routing: Routing,
+    first: ExpertMatrix,
+    activation: Activation,
+    wanted: RowFormat | None = None,
 ) -> PairRows:
     """Those of each pair of a row and one of its experts, for `add_experts`.
 
+    `wanted`: what the experts' last layer rounds them to, if it does; they may be rounded already.
     Shape: x [T, K], rows dense, first [2 N, K] each, the gate's outputs first, or [N, K] without a
         gate -> [T * k, N]
     """
@@ -61,7 +67,7 @@ def expert_activations(
             x, routing, partial(product_reference, first), num_out, activation
         )
     x = as_wanted(x, row_format_of(first))
-    if block_scaled_experts.is_for(routing, first, activation):
+    if block_scaled_experts.is_for(routing, first, activation, wanted):
         assert isinstance(x, RowCodes)
         assert isinstance(activation, Glu)
         return tiled_activations(x, routing, first, activation)

@@ -23,6 +23,7 @@ from outrider.kernels.model.expert_matrix import (
     Glu,
     expert_of,
     part_of,
+    row_format_of,
 )
 from outrider.kernels.model.expert_tiles import ExpertTiles
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, RowFormat
@@ -206,7 +207,7 @@ def test_a_prompt_is_multiplied_in_tiles_of_128(
         make_routing(200),
         make_layers(),
     )
-    inner = experts.expert_activations(x, routing, first, SILU)
+    inner = experts.expert_activations(x, routing, first, SILU, row_format_of(down))
     assert isinstance(inner, TiledRows)
     residual = torch.zeros(200, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
     assert experts.add_experts(residual, inner, routing, down) is None
@@ -220,12 +221,16 @@ def test_it_is_for_gated_experts_in_tiles_of_128_whose_inner_numbers_are_pairs_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "has_warpgroups", lambda _: True)
-    routing, (first, _) = make_routing(200), make_layers()
-    assert module.is_for(routing, first, SILU)
-    assert not module.is_for(routing, first, RELU_SQUARED)
+    routing, (first, down) = make_routing(200), make_layers()
+    wanted = row_format_of(down)
+    assert wanted is not None
+    assert module.is_for(routing, first, SILU, wanted)
+    assert not module.is_for(routing, first, RELU_SQUARED, wanted)
     smaller = routing.tiles._replace(pairs=routing.tiles.pairs[:, :64])
-    assert not module.is_for(routing._replace(tiles=smaller), first, SILU)
+    assert not module.is_for(routing._replace(tiles=smaller), first, SILU, wanted)
     odd = ExpertMatrix(make_matrix(4 * 2 * 384, HIDDEN), None, 4)
-    assert not module.is_for(routing, odd, SILU)
+    assert not module.is_for(routing, odd, SILU, wanted)
     weights = first.matrix._replace(rounds_inputs=False)
-    assert not module.is_for(routing, first._replace(matrix=weights), SILU)
+    assert not module.is_for(routing, first._replace(matrix=weights), SILU, wanted)
+    assert not module.is_for(routing, first, SILU, None)
+    assert not module.is_for(routing, first, SILU, wanted._replace(group=256))

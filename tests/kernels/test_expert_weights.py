@@ -75,7 +75,7 @@ def test_stacked_experts_are_those_that_the_codes_mean(
     x, logits = (torch.randn(5, n, generator=generator).to(DEVICE) for n in (WIDTH, 6))
     routing = route(logits, Router(2))
     got, expected = torch.zeros_like(x), torch.zeros_like(x)
-    gated = gate_up.activations(x, routing, None, SILU)
+    gated = gate_up.activations(x, routing, None, SILU, down.row_format)
     down.add_to(got, gated, routing, None, None)
     gated = activations_by_expert(x, routing, product("gate_proj", "up_proj"), INNER, SILU)
     add_by_expert(expected, gated, routing, product("down_proj"))

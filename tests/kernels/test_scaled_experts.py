@@ -77,7 +77,8 @@ def format_of(layer: ExpertMatrix) -> RowFormat:
 
 
 def add(residual: Tensor, x: Tensor, routing: Routing, experts: Experts) -> None:
-    inner = expert_activations(x, routing, experts.first, experts.activation)
+    wanted = row_format_of(experts.down)
+    inner = expert_activations(x, routing, experts.first, experts.activation, wanted)
     add_experts(residual, inner, routing, experts.down)
 
 

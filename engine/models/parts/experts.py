@@ -145,7 +145,9 @@ class ExpertMLP(Part):
             routing = routing._replace(weights=routing.weights * self.factor)
         first, down = self.first, self.down
         given = normed if self.to_latent is None else self.to_latent(rows)
-        inner = first.weight.activations(given, routing, first.bias, self.activation)
+        inner = first.weight.activations(
+            given, routing, first.bias, self.activation, down.weight.row_format
+        )
         if self.shared is not None:
             y, last = self.shared.activations(rows), self.shared.down
             gated: Rows = y
