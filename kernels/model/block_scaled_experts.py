@@ -21,7 +21,7 @@ from .block_scaled_product import BLOCK_ROWS, _share, failed
 from .expert_matrix import Activation, ExpertMatrix, Glu
 from .narrow_matrix import NarrowMatrix, RowFormat
 from .routing import Routing
-from .row_codes import RowCodes, codes_of_groups
+from .row_codes import RowCodes, Rows, codes_of_groups
 from .silu_mul import limited_glu
 from .warpgroups import barriers_of, has_warpgroups
 
@@ -42,19 +42,22 @@ class TiledRows(NamedTuple):
 
 
 def is_for(
-    routing: Routing, first: ExpertMatrix, activation: Activation, wanted: RowFormat | None
+    x: Rows, routing: Routing, first: ExpertMatrix, activation: Activation, wanted: RowFormat | None
 ) -> bool:
-    """Whether it multiplies such tiles by such experts, whose last layer has rows as `wanted`."""
+    """Whether it multiplies rows in such tiles by such experts, whose last layer has rows as
+    `wanted`.
+    """
     matrix = first.matrix
     return (
         isinstance(matrix, NarrowMatrix)
+        and isinstance(x, RowCodes)
+        and x.dtype.itemsize == 2  # to which it rounds activations first
         and isinstance(activation, Glu)
         and routing.tiles.pairs.shape[1] == BLOCK_ROWS
         and first.bias is None
         and wanted is not None
         and (wanted.dtype, wanted.group) == (torch.float8_e4m3fn, _GROUP.value)
         and matrix.codes.dtype == torch.float8_e4m3fn
-        and matrix.rounds_inputs
         and (matrix.group, matrix.rows) == (_GROUP.value, _OUTS.value)
         and matrix.codes.shape[1] % (2 * _GROUP.value) == 0
         and first.num_out % (4 * _GROUP.value) == 0  # of both layers: pairs of groups

@@ -67,7 +67,7 @@ def expert_activations(
             x, routing, partial(product_reference, first), num_out, activation
         )
     x = as_wanted(x, row_format_of(first))
-    if block_scaled_experts.is_for(routing, first, activation, wanted):
+    if block_scaled_experts.is_for(x, routing, first, activation, wanted):
         assert isinstance(x, RowCodes)
         assert isinstance(activation, Glu)
         return tiled_activations(x, routing, first, activation)

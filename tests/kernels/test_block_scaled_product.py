@@ -179,9 +179,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
     for place in (module, trial):
         monkeypatch.setattr(place, "failed", failed)
 
-    def is_for(num_in: int = 256) -> bool:
+    def is_for(num_in: int = 256, dtype: torch.dtype = torch.bfloat16) -> bool:
         matrix = make_matrix(128, num_in)
-        trial.try_block_scaled_product(matrix, torch.bfloat16)
+        trial.try_block_scaled_product(matrix, dtype)
         return module.is_for(matrix)
 
     trial._try.cache_clear()
@@ -211,6 +211,8 @@ def test_kernels_that_work_are_used(
     # Once for all matrices: gated, or added as a whole, which few rows are by a third kernel that
     # that of many rows stands for; few rows gated or in parts. Experts' layers beside dense ones.
     assert [kernel.num_launches for kernel in kernels] == [4, 4, 2]
+    assert tried(dtype=torch.float32)  # for which that of experts is not
+    assert [kernel.num_launches for kernel in kernels] == [8, 6, 2]
     assert not caplog.records
 
 
