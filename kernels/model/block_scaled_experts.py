@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._dispatch import num_programs, uses_triton
 from ..triton_or_none import TensorDescriptor, gl, gluon, hopper, tl, triton
-from .block_scaled_product import BLOCK_ROWS, _share, failed
+from .block_scaled_product import BLOCK_ROWS, failed, sums_of_share
 from .expert_matrix import Activation, ExpertMatrix, Glu
 from .narrow_matrix import NarrowMatrix, RowFormat
 from .routing import Routing
@@ -245,14 +245,14 @@ def _multiply(
                 x_scale_at = x_scale_ptr + row * num_groups
                 scale_block = expert * LAYERS * num_blocks + first_out // _OUTS + block
                 scale_at = scale_ptr + scale_block * block_stride
-                total, step = _share(
+                total, step = sums_of_share(
                     WHICH, step, 0, num_groups, parts, has, free, (x_scale_at, scale_at, scale_at),
                     scale_stride, row >= 0, STAGES, False, ACC,
                 )  # fmt: skip
                 if FIRST:
                     kept.index(WHICH).store(total)  # registers hold no second sum
                     up_at = scale_at + num_blocks * block_stride
-                    total, step = _share(
+                    total, step = sums_of_share(
                         WHICH, step, 0, num_groups, parts, has, free, (x_scale_at, up_at, up_at),
                         scale_stride, row >= 0, STAGES, False, ACC,
                     )  # fmt: skip

@@ -134,7 +134,7 @@ def _add(total, sums, scales, GATED: gl.constexpr, ACC: gl.constexpr):
 
 
 @gluon.jit
-def _share(
+def sums_of_share(
     WHICH: gl.constexpr, step, first, num_groups, tiles, has, free, scales_at, scale_stride, is_row,
     STAGES: gl.constexpr, GATED: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
@@ -182,7 +182,7 @@ def _multiply(
             x_scale_ptr + m * num_groups, scale_ptr + first_out // _OUTS,
             scale_ptr + (first_out + num_out) // _OUTS,
         )  # fmt: skip
-        total, step = _share(
+        total, step = sums_of_share(
             WHICH, step, 0, share, tiles, has, free, scales_at, scale_stride, is_row, STAGES,
             GATED, ACC,
         )  # fmt: skip
@@ -196,7 +196,7 @@ def _multiply(
             total += gl.load(out_at, mask=mask, other=0.0).to(gl.float32)
         for each in gl.static_range(1, SPLITS):
             sums.index(WHICH).store(total)  # registers hold no second sum beside two products
-            more, step = _share(
+            more, step = sums_of_share(
                 WHICH, step, each * share, share, tiles, has, free, scales_at, scale_stride, is_row,
                 STAGES, GATED, ACC,
             )  # fmt: skip
