@@ -23,9 +23,17 @@ _MIN_LARGE_WEIGHTS = 1 << 24
 
 
 class PeerParts(NamedTuple):
-    """Parts in the memories of several GPUs, of the residual's dtype and shape."""
+    """Parts in the memories of several GPUs, of the residual's dtype and shape.
 
-    addresses: Tensor  # [splits] int64
+    Each rank computes one. The program that adds a row tells the other ranks that its part is
+    there, and waits for theirs: nothing else is launched for it. Programs of a row meet as often on
+    all ranks, so they count their meetings.
+    """
+
+    addresses: Tensor  # [ranks] int64
+    flags: Tensor  # [ranks] int64, addresses of [ranks, most rows] int32: meetings of each with it
+    meetings: Tensor  # [most rows] int32, of this rank
+    rank: int
 
 
 def can_split(x: Tensor, weight: Tensor) -> bool:
@@ -77,10 +85,14 @@ def add_parts(
     bias [N], num_real [1] -> [T, N] or None
     """
     num_rows, width = residual.shape
-    by_address = isinstance(parts, PeerParts)
+    flags = meetings = None
+    rank = most_rows = 0
     if isinstance(parts, PeerParts):
-        parts = parts.addresses
-    assert by_address or parts.shape[1:] == residual.shape
+        parts, flags, meetings, rank = parts
+        most_rows = len(meetings)
+        assert num_rows <= most_rows
+    else:
+        assert parts.shape[1:] == residual.shape
     assert residual.stride(1) == 1
     format_ = norm.rounds if norm is not None else None
     rows = empty_rows(residual, format_, out) if norm is not None else None
@@ -93,10 +105,13 @@ def add_parts(
         num_real_ptr=num_real,
         num_rows=num_rows,
         residual_stride=residual.stride(0),
+        flags_ptr=flags,
+        meetings_ptr=meetings,
+        rank=rank,
         NUM_IN=width,
         **places_of(rows, format_),
         SPLITS=len(parts),
-        BY_ADDRESS=by_address,
+        MOST_ROWS=most_rows,
         **block_of_row(width if format_ is None else format_.width),
         **dependent_launch(residual.device),
     )
@@ -111,7 +126,7 @@ def add_parts_reference(residual: Tensor, parts: Tensor, bias: Tensor | None = N
     residual.copy_(total if bias is None else total + bias)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "rank"])
 def _add_parts_kernel(
     residual_ptr,  # [num_rows, NUM_IN]
     out_ptr,  # [num_rows, NUM_IN], or None
@@ -124,11 +139,14 @@ def _add_parts_kernel(
     num_real_ptr,  # [1], or None
     num_rows,
     residual_stride,
+    flags_ptr,  # [SPLITS] addresses of [SPLITS, MOST_ROWS] on every rank, or None
+    meetings_ptr,  # [MOST_ROWS], or None
+    rank,
     NUM_IN: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
-    BY_ADDRESS: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -144,6 +162,9 @@ def _add_parts_kernel(
     if num_real_ptr is not None:  # written before the pass
         has_parts = mask & (row < tl.load(num_real_ptr))
     wait_for_inputs(DEPENDENT)
+    BY_ADDRESS: tl.constexpr = MOST_ROWS > 0
+    if BY_ADDRESS:
+        _meet(flags_ptr, meetings_ptr, rank, SPLITS, MOST_ROWS)
     y = tl.load(residual_ptr + row * residual_stride + n, mask=mask, other=0.0).to(tl.float32)
     stride = num_rows.to(tl.int64) * NUM_IN
     # The first is loaded last, and volatile, so the order stands: ptxas, to save registers, would
@@ -172,3 +193,19 @@ def _add_parts_kernel(
         if codes_ptr is not None:
             z = z.to(tl.float32)
             store_codes(z, row, 0, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)
+
+
+@triton.jit
+def _meet(flags_ptr, meetings_ptr, rank, RANKS: tl.constexpr, MOST_ROWS: tl.constexpr):
+    """Wait for the program of the same row on all other ranks, whose parts are there then."""
+    row = tl.program_id(0)
+    meeting = tl.load(meetings_ptr + row) + 1
+    for peer in tl.static_range(RANKS):
+        theirs = tl.load(flags_ptr + peer).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(theirs + rank * MOST_ROWS + row, meeting, sem="release", scope="sys")
+    own = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32))
+    for peer in tl.static_range(RANKS):
+        seen = meeting - 1
+        while seen < meeting:
+            seen = tl.atomic_add(own + peer * MOST_ROWS + row, 0, sem="acquire", scope="sys")
+    tl.store(meetings_ptr + row, meeting)

@@ -229,7 +229,8 @@ def test_kernels_norm_a_row_in_one_way(width: int) -> None:
         add_parts(x, parts, norm)
         round_rows(x, matrix.row_format, norm)
         add_parts(x, parts, norm._replace(rounds=matrix.row_format))
-        add_parts(x, PeerParts(empty(2, dtype=torch.int64)), norm)
+        addresses, meetings = empty(2, dtype=torch.int64), empty(64, dtype=torch.int32)
+        add_parts(x, PeerParts(addresses, addresses, meetings, 0), norm)
     layouts = [layout_of_sum(kernel) for kernel in kernels]
     assert layouts[0] == layouts[1] == layouts[4]
     assert layouts[2] == layouts[3]

@@ -241,14 +241,22 @@ def check_codes(got: Rows, expected: RowCodes) -> None:
 
 
 @needs_kernels
-def test_parts_are_added_where_they_lie() -> None:
+def test_parts_are_added_where_they_lie_once_their_ranks_have_come() -> None:
+    """Rank 1 of three meets the others for the fifth time; they are there already."""
     randn = normals(dtype=torch.bfloat16)
     residual, norm, parts = randn(5, 304), Norm(randn(304), 1e-5), [randn(5, 304) for _ in range(3)]
     same = residual.clone()
     addresses = torch.tensor([part.data_ptr() for part in parts], device=DEVICE)
+    meetings = torch.full((8,), 4, dtype=torch.int32, device=DEVICE)
+    flags = torch.full((3, 3, 8), 5, dtype=torch.int32, device=DEVICE)  # of each rank: by whom
+    flags[:, 1] = 4
+    flags_at = torch.tensor([each.data_ptr() for each in flags], device=DEVICE)
     expected = add_parts(same, torch.stack(parts), norm)
-    got = add_parts(residual, PeerParts(addresses), norm)
+    got = add_parts(residual, PeerParts(addresses, flags_at, meetings, 1), norm)
     assert torch.equal(residual, same)
+    assert meetings.tolist() == [5] * 5 + [4] * 3
+    assert torch.equal(flags[:, 1], meetings.expand(3, 8))
+    assert (flags[:, ::2] == 5).all()
     assert isinstance(got, torch.Tensor)
     assert isinstance(expected, torch.Tensor)
     assert torch.equal(got, expected)
