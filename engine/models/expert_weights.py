@@ -44,7 +44,7 @@ from .admission import UnsupportedModelError
 from .checkpoint import AnyCheckpoint, Lent, check_shape
 from .narrow_weight import Narrow, Scaled
 from .shares import Cut, Outputs, Section, Share
-from .weights import Axis, Dense, Layer, Matrix, Weight
+from .weights import Axis, Dense, Layer, Matrix, RoundedInputs, Weight
 
 
 class ExpertWeights(Weight):
@@ -126,7 +126,11 @@ class SeparateExperts(ExpertWeights):
     """Matrices in any format, for a CPU: each expert that some row takes has its own product."""
 
     def __init__(self, weights: Sequence[Matrix], top_k: int) -> None:
-        self._weights, self._top_k = list(weights), top_k
+        self._given, self._top_k = list(weights), top_k
+        rounding = [weight for weight in weights if isinstance(weight, RoundedInputs)]
+        # A row that has several experts is rounded once.
+        self._rounded = rounding[0] if len(rounding) == len(weights) else None
+        self._weights = list(weights) if self._rounded is None else [w.weight for w in rounding]
         self.shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
         self.num_bytes = sum(weight.num_bytes for weight in weights) * top_k // len(weights)
         self.format = weights[0].format
@@ -138,6 +142,9 @@ class SeparateExperts(ExpertWeights):
         biases = [None] * len(weights) if bias is None else bias.view(len(weights), -1)
         return lambda expert, rows: weights[expert].multiply(rows, biases[expert])
 
+    def _taken(self, x: Tensor) -> Tensor:
+        return x if self._rounded is None else self._rounded.taken(x, 0)
+
     def activations(
         self,
         x: Rows,
@@ -147,19 +154,20 @@ class SeparateExperts(ExpertWeights):
         wanted: RowFormat | None,
     ) -> PairRows:
         num_out = self._weights[0].shape[0] // layers_in_first(activation)
-        return activations_by_expert(plain(x), routing, self._product(bias), num_out, activation)
+        x = self._taken(plain(x))
+        return activations_by_expert(x, routing, self._product(bias), num_out, activation)
 
     def add_to(
         self, x: Tensor, inner: PairRows, routing: Routing, bias: Tensor | None, norm: Norm | None
     ) -> None:
         assert isinstance(inner, Tensor)
-        add_by_expert(x, inner, routing, self._product(bias))
+        add_by_expert(x, self._taken(inner), routing, self._product(bias))
 
     def dequantised(self) -> Tensor:
         return torch.cat([weight.dequantised() for weight in self._weights])
 
     def packed(self, *, rounds: bool) -> ExpertWeights:
-        each = [weight.packed(rounds=rounds) for weight in self._weights]
+        each = [weight.packed(rounds=rounds) for weight in self._given]
         return SeparateExperts(each, self._top_k)
 
 

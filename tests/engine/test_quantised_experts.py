@@ -6,17 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from paged import eager_logits, run_prompt
 from quantised import FORMATS, quantise, quantise_stacked
 from safetensors.torch import load_file, save_file
 from tiny_models import DEVICE, Tiny, change_tensor, with_stacked_experts
+from torch import Tensor
 from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
+from outrider.engine.models import weights as weights_module
 from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.expert_weights import StackedExperts
+from outrider.engine.models.expert_weights import SeparateExperts, StackedExperts
 from outrider.engine.models.loading import load_network
+from outrider.engine.models.weights import Dense, RoundedInputs
+from outrider.kernels.model.expert_matrix import SILU
+from outrider.kernels.model.narrow_matrix import RowFormat
+from outrider.kernels.model.routing import Router, route
+from outrider.kernels.model.row_codes import rounded_rows
 
 
 def load(path: Path) -> Any:
@@ -130,3 +138,25 @@ def test_plain_experts_are_rounded_on_the_way_but_not_their_router(
     )
     rounded, whole = mlp.down.weight.dequantised(), plain.down.weight.dequantised()
     assert 1e-3 < (rounded - whole).norm() / whole.norm() < 0.05
+
+
+@pytest.mark.skipif(HAS_KERNELS, reason="of a CPU")
+def test_a_row_is_rounded_once_for_all_its_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrices, row_format = torch.randn(4, 64, 128), RowFormat(torch.float8_e4m3fn, 128, 1, 128)
+    experts = SeparateExperts([RoundedInputs(Dense(each), row_format) for each in matrices], 2)
+    rounded: list[tuple[int, ...]] = []
+
+    def counted(x: Tensor, format_: RowFormat) -> Tensor:
+        rounded.append(tuple(x.shape))
+        return rounded_rows(x, format_)
+
+    monkeypatch.setattr(weights_module, "rounded_rows", counted)
+    x, routing = torch.randn(5, 128), route(torch.randn(5, 4), Router(2))
+    got = experts.activations(x, routing, None, SILU, None)
+    assert rounded == [(5, 128)]
+    assert isinstance(got, Tensor)
+    gate, up = (
+        matrices[routing.ids.flatten().long()]
+        @ rounded_rows(x, row_format).repeat_interleave(2, 0)[..., None]
+    )[..., 0].chunk(2, 1)
+    torch.testing.assert_close(got, F.silu(gate) * up, rtol=1e-4, atol=1e-4)
