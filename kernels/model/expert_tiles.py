@@ -20,7 +20,8 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import tl, triton
 
 _TILES = (16, 32, 64, 128)  # rows of a tile
-FEW_ROWS = 8  # those of one expert fit into one tile of any size; more take one program long
+# Those of one expert fit into one tile of any size. With more, one program is slower than many.
+FEW_ROWS = 8
 _SLICE = 4096  # ids that one program reads
 _WARPS = 4  # of such a program
 
