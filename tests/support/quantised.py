@@ -22,6 +22,9 @@ class Format(NamedTuple):
     inputs: Callable[[Tensor], Tensor] = lambda x: x  # as the quantised layers take them
 
 
+_MIXTRAL = ("w1", "w2", "w3")  # linear layers of its experts
+
+
 def quantise(plain: Path, folder: Path, name: str, *, leave: tuple[str, ...] = ()) -> Path:
     """Write the checkpoint of `plain` in a format to folder/"quantised", and the plain model that
     it means to folder/"meant". Layers whose names contain one of `leave` stay plain.
@@ -32,7 +35,8 @@ def quantise(plain: Path, folder: Path, name: str, *, leave: tuple[str, ...] = (
     for key, tensor in tensors.items():
         layer = key.removesuffix(".weight")
         is_left = any(part in key for part in leave)
-        if tensor.ndim != 2 or "_proj" not in layer.rpartition(".")[2] or is_left:
+        last = layer.rpartition(".")[2]
+        if tensor.ndim != 2 or not ("_proj" in last or last in _MIXTRAL) or is_left:
             quantised[key] = tensor
             continue
         made, meant[key] = format_.make(tensor)
