@@ -10,7 +10,7 @@ target; FOLDER/eagle3 or FOLDER/mtp its head, if there is one.
 A file of torch.save keeps one block of random numbers, and every weight is a part of it that
 begins elsewhere: 2 GB for 141. On a GPU each weight is a tensor of its own, as with real ones. An
 MTP head lies in a folder of its own, in safetensors, which must not share numbers. With --served
-all is, as a server reads no other files; the tokenizer reads bytes, and has a token for every id.
+all is, as a server reads no other files; each token of the tokenizer has a text of its own.
 
 The tables in docs/performance.md and more, on an H200; each prints its rows as they are done:
 
@@ -43,7 +43,9 @@ On two H200s:
 import argparse
 import json
 import math
+import string
 import time
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -399,12 +401,14 @@ def _save(folder: Path, config: dict[str, Any]) -> None:
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A token for each byte; the others, which stand in no text, are written as their id."""
-    alphabet = sorted(ByteLevel.alphabet())
-    others = [f"<{i}>" for i in range(len(alphabet), vocab_size)]
-    backend = Tokenizer(BPE({token: i for i, token in enumerate(alphabet + others)}, []))
+    """A token for each byte; each of the others is a word of its own, with a space in front."""
+    tokens, letters = sorted(ByteLevel.alphabet()), string.ascii_lowercase
+    words = (f"Ġ{''.join(word)}" for size in (3, 4) for word in product(letters, repeat=size))
+    tokens += islice(words, vocab_size - len(tokens))
+    numbers = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(BPE(numbers, [], ignore_merges=True))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=others[0]).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=tokens[-1]).save_pretrained(folder)
 
 
 def main() -> None:

@@ -1,0 +1,99 @@
+"""Right predictions, lookups and a penalty beside plain decoding, over HTTP.
+
+    python benchmarks/predictions.py [--clients 1 8 32 64] [--rounds 2] [-- ARGUMENTS OF SERVE]
+
+Each client sends one prompt of random token ids, all at once. First nobody has drafts. Then all
+have what the server chooses by itself, and lookups alone, at temperature 1, where hardly anything
+repeats, and at 0. Then every request predicts the answer that plain decoding gave: an answer that is
+asked for again, at temperature 0. In the last column, at temperature 1, one client of all asks for
+a penalty, and the server chooses. Tokens a second, the best of the rounds, prompts cached.
+For models of random weights: see published_shapes.py --served.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from serving import Serving, serving
+from streams import Streamed, stream
+
+PLAIN: dict[str, object] = {"speculation": {"enabled": False}}
+LOOKUPS: dict[str, object] = {"speculation": {"sources": ["suffix"]}}
+PENALTY: dict[str, object] = {"frequency_penalty": 0.1}
+
+
+async def ask_all(
+    server: Serving, fields: Sequence[dict[str, object]], args: argparse.Namespace, heat: float
+) -> tuple[float, list[Streamed]]:
+    """Tokens a second, and the answers, of a client for each of these."""
+    ids = range(300, args.vocab_size)
+    prompts = [random.Random(i).choices(ids, k=args.tokens_in) for i in range(len(fields))]
+    start_s = time.perf_counter()
+    answers = await asyncio.gather(
+        *(
+            stream(server, prompt, args.tokens_out, seed=i, temperature=heat, **more)
+            for i, (prompt, more) in enumerate(zip(prompts, fields, strict=True))
+        )
+    )
+    elapsed_s = time.perf_counter() - start_s
+    return sum(len(answer.token_ids) for answer in answers) / elapsed_s, answers
+
+
+async def best(
+    server: Serving, fields: Sequence[dict[str, object]], args: argparse.Namespace, heat: float
+) -> float:
+    rates = [(await ask_all(server, fields, args, heat))[0] for _ in range(args.rounds)]
+    return max(rates)
+
+
+async def measure(server: Serving, args: argparse.Namespace) -> Table:
+    table = Table(title="tokens a second (over plain)")
+    for head in ("clients", "heat", "plain", "own choice", "lookups alone", "right", "a penalty"):
+        table.add_column(head)
+    for num in args.clients:
+        for heat in (0.0, 1.0):
+            await ask_all(server, [{}] * num, args, heat)  # so that nothing is for the first time
+            tries = [await ask_all(server, [PLAIN] * num, args, heat) for _ in range(args.rounds)]
+            plain, answers = max(tries, key=lambda one: one[0])
+            rates = {
+                "own": await best(server, [{}] * num, args, heat),
+                "lookups": await best(server, [LOOKUPS] * num, args, heat),
+            }
+            if heat:
+                rates["penalty"] = await best(server, [PENALTY, *[{}] * (num - 1)], args, heat)
+            else:
+                rates["right"] = await best(server, list(map(predicting, answers)), args, heat)
+            cells = {name: f"{rate:.0f} ({rate / plain:.2f})" for name, rate in rates.items()}
+            print(f"{num} clients at {heat:g}: plain {plain:.0f}, {cells}", flush=True)
+            names = ("own", "lookups", "right", "penalty")
+            table.add_row(f"{num}", f"{heat:g}", f"{plain:.0f}", *(cells.get(n, "") for n in names))
+    return table
+
+
+def predicting(answer: Streamed) -> dict[str, object]:
+    return {"prediction": {"type": "content", "content": answer.text}}
+
+
+def main() -> None:
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--tokens-in", type=int, default=128)
+    parser.add_argument("--tokens-out", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--vocab-size", type=int, default=100_000, help="ids of prompts are below")
+    args = parser.parse_args(sys.argv[1:at])
+    log = Path(tempfile.mkdtemp(prefix="outrider-predictions-")) / "serve.log"
+    with serving(log, sys.argv[at + 1 :]) as server:
+        Console().print(asyncio.run(measure(server, args)))
+
+
+if __name__ == "__main__":
+    main()
