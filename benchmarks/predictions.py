@@ -4,9 +4,9 @@
 
 Each client sends one prompt of random token ids, all at once. First nobody has drafts. Then all
 have what the server chooses by itself, and lookups alone, at temperature 1, where hardly anything
-repeats, and at 0. Then every request predicts the answer that plain decoding gave: an answer that is
-asked for again, at temperature 0. In the last column, at temperature 1, one client of all asks for
-a penalty, and the server chooses. Tokens a second, the best of the rounds, prompts cached.
+repeats, and at 0. Then, at 0, every request predicts the answer that plain decoding gave: it is
+asked for again. In the last column, at 1, one client of all asks for a penalty, and the server
+chooses. Tokens a second, the best of the rounds, prompts cached.
 For models of random weights: see published_shapes.py --served.
 """
 
