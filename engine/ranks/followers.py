@@ -65,8 +65,8 @@ class Followers:
         self._followers = [
             _Follower(rank, config, self._meeting_fd, self._lost) for rank in range(1, size)
         ]
-        # For an engine that is dropped in a process which goes on.
-        self._end = weakref.finalize(self, _end, self._followers, self._lost)
+        # For an engine that is dropped in a process which goes on, too.
+        self._end = weakref.finalize(self, _end, self._followers, self._lost, self.group)
 
     def shared(self, networks: Sequence[Network], report: ReportProgress) -> list[SharedDecoder]:
         """The target, and perhaps the draft, of which rank 0 has loaded its shares, once the others
@@ -178,7 +178,6 @@ class Followers:
     def stop(self) -> None:
         """End them, and leave the group."""
         self._end()
-        self.group.leave()
 
 
 class _Loss:
@@ -199,14 +198,17 @@ class _Loss:
             self.reason = reason
         self.happened.set()
 
-    def end_wanted(self) -> None:
+    def want_end(self) -> None:
         with self._lock:
             self.is_wanted = True
+
+    def note_end(self) -> None:
         self._is_over.set()
 
     def wait_for_the_end(self) -> None:
-        """End this process, unless it is ending anyway."""
-        if self.is_final and not self._is_over.wait(_GRACE_S):
+        """End this process if a follower is lost, unless it is ending anyway."""
+        is_lost = self.is_final and self.reason is not None  # not ended by us
+        if is_lost and not self._is_over.wait(_GRACE_S):
             log.critical("the engine ends: %s", self.reason)
             os._exit(1)
 
@@ -281,10 +283,14 @@ def _shared_draft(config: EngineConfig) -> dict[str, Any] | None:
     return asdict(replace(draft, vocabulary=None))
 
 
-def _end(followers: list[_Follower], lost: _Loss) -> None:
-    lost.end_wanted()
+def _end(followers: list[_Follower], lost: _Loss, group: RankGroup) -> None:
+    if lost.reason is None:
+        group.finish()  # nothing here waits for them on a GPU any more
+    lost.want_end()
     for follower in followers:
         follower.process.kill()
     for follower in followers:
         follower.process.wait()
         follower.connection.close()
+    group.leave()
+    lost.note_end()  # until then, this process ends if a lost rank keeps it waiting

@@ -7,6 +7,7 @@ them; all ranks must make the same calls in the same order.
 import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from outrider.kernels.model.split_product import PeerParts, add_parts
 
+from ..state.phase import Phase
 from .peer_memory import MOST_BYTES, PeerMemory
 
 log = logging.getLogger(__name__)
@@ -23,6 +25,10 @@ log = logging.getLogger(__name__)
 _torch_dist: Any = dist
 # One name before torch 2.13, the other since.
 _gather = getattr(dist, "all_gather_single", None) or _torch_dist.all_gather_into_tensor
+# Private up to torch 2.13.
+_abort = (
+    getattr(dist, "abort_process_group", None) or _torch_dist.distributed_c10d._abort_process_group
+)
 
 
 def path_of(fd: int) -> str:
@@ -36,7 +42,9 @@ class RankGroup:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.is_apart = True
+        self._has_joined = self._on_gpu = False
         self._peers: PeerMemory | None = None
+        self._phases: weakref.WeakSet[Phase[Any]] = weakref.WeakSet()  # whose graphs exchange
 
     def join(self, meeting_point: str, device: torch.device) -> None:
         """Meet the other ranks over a file, which all of them have open."""
@@ -46,13 +54,14 @@ class RankGroup:
         # A program that dies while it uses NVLink's multicast may leave the host without its GPUs.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        on_gpu = device.type == "cuda"
+        self._on_gpu = on_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=_torch_dist.FileStore(meeting_point, self.size),
             rank=self.rank,
             world_size=self.size,
         )
+        self._has_joined = True
         self.is_apart = False
         # The first call connects, which a graph cannot capture.
         self.broadcast(torch.zeros(1, device=device))
@@ -85,11 +94,30 @@ class RankGroup:
     def _all_say(self, answer: bool, like: Tensor) -> bool:
         return bool(self.gather(like.new_full((1, 1), answer)).all())
 
+    def exchanges_in(self, phase: Phase[Any]) -> None:
+        """The graphs of this phase are dropped when the rank leaves the group."""
+        self._phases.add(phase)
+
+    def finish(self) -> None:
+        """Wait for what this rank has launched on a GPU, while the others still live."""
+        if self._has_joined and self._on_gpu:
+            with contextlib.suppress(RuntimeError):  # of a step that has failed
+                torch.cuda.synchronize()
+
     def leave(self) -> None:
-        if dist.is_initialized():
-            self._peers = None
-            dist.destroy_process_group()
+        """Whether or not the other ranks still live."""
         self.is_apart = True
+        if not self._has_joined:
+            return
+        self._has_joined = False
+        # NCCL waits until no graph holds a call of it, for ever.
+        for phase in self._phases:
+            phase.drop()
+        self._peers = None
+        if self._on_gpu:  # to destroy the group is a call that NCCL wants of all ranks
+            _abort()
+        else:
+            dist.destroy_process_group()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:

@@ -75,9 +75,13 @@ class SharedDecoder(Decoder):
 
     @functools.cached_property
     def phase(self) -> Phase[Pass]:
+        phase: Phase[Pass]
         if self._send is None:
-            return Phase(self.run, self.device, needs_all_graphs=True)
-        return FollowedPhase(self.run, self.device, self._group, self._send, self._cause_of)
+            phase = Phase(self.run, self.device, needs_all_graphs=True)
+        else:
+            phase = FollowedPhase(self.run, self.device, self._group, self._send, self._cause_of)
+        self._group.exchanges_in(phase)
+        return phase
 
     def run(self, packed: Tensor, shape: Shape) -> Pass:
         # Only the slots of rank 0 know how far sequences have come, and their tokens.

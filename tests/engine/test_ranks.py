@@ -301,6 +301,33 @@ def test_all_ranks_run_a_shape_once_and_then_only_capture_it(
     assert stages == ["compiling kernels", "loading kernels on the other ranks"]
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts what stands in for graphs")
+def test_no_graph_is_left_when_the_group_ends(
+    tiny_model: Tiny,
+    draft: Path,
+    start: Callable[[EngineConfig], Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL would wait for it for ever."""
+    left: list[dict[Any, Any]] = []
+    destroy = group_module.dist.destroy_process_group
+
+    with without_gpu():
+        engine = start(with_shared_draft(engine_config(tiny_model(), draft, max_num_seqs=2)))
+        networks = engine.worker.pair.on_all_ranks
+        engine.worker.capture(ignore_progress)
+        assert len(networks) == 2
+        assert all(network.captured for network in networks)
+
+        def noted() -> None:
+            left.extend(network.captured for network in networks)
+            destroy()
+
+        monkeypatch.setattr(group_module.dist, "destroy_process_group", noted)
+        engine.worker.close()
+    assert left == [{}, {}]
+
+
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="what is captured cannot fail in this way")
 def test_a_shared_draft_that_fails_ends_the_engine(
     tiny_model: Tiny,
@@ -323,7 +350,7 @@ def first_frame_of(follower: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     meeting_fd, lost = os.memfd_create("meeting"), followers._Loss()
     one = followers._Follower(1, EngineConfig(target=ModelConfig(path="")), meeting_fd, lost)
     answer = one.answers.get(timeout=30)
-    followers._end([one], lost)
+    followers._end([one], lost, RankGroup(0, 2))
     os.close(meeting_fd)
     return answer, lost.reason
 
@@ -352,8 +379,7 @@ def test_a_follower_that_dies_where_ranks_meet_ends_the_engine(
     def die(group: RankGroup, *_: Any) -> None:
         os._exit(9)
 
-    pid = os.fork()
-    if pid == 0:
+    def start() -> None:
         monkeypatch.setattr(followers, "_GRACE_S", 0.2)
         join = RankGroup.join
         monkeypatch.setattr(
@@ -361,14 +387,44 @@ def test_a_follower_that_dies_where_ranks_meet_ends_the_engine(
         )
         with forked():
             Engine(shared(engine_config(path)))
-        os._exit(0)
+
+    assert exit_code_of(start) == 1
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="forks this process")
+def test_a_process_goes_on_while_its_group_takes_long_to_end(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model()
+
+    def start_and_close() -> None:
+        monkeypatch.setattr(followers, "_GRACE_S", 0.1)
+        with forked():
+            engine = Engine(shared(engine_config(path)))
+        leave = RankGroup.leave
+        monkeypatch.setattr(RankGroup, "leave", lambda group: (time.sleep(1), leave(group)))
+        engine.worker.close()
+
+    assert exit_code_of(start_and_close) == 0
+
+
+def exit_code_of(run_it: Callable[[], None]) -> int | None:
+    """Of a process forked from this one; None if it hangs."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run_it()
+            os._exit(0)
+        finally:
+            os._exit(2)
     deadline = time.monotonic() + 30
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
         time.sleep(0.05)
     if ended[0] == 0:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(ended[1]) == 1
+        return None
+    return os.waitstatus_to_exitcode(ended[1])
 
 
 def test_peer_memory_is_left_alone_if_one_rank_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
