@@ -68,6 +68,15 @@ def make_batch_invariant(
     network.batch_invariant = True
 
 
+def make_batch_dependent(network: Network) -> None:
+    """The opposite, for a rank whose others cannot have it so: what each computes by itself, such
+    as a router's logits, must have the same bits on all.
+    """
+    if isinstance(network, Decoder):
+        network.change_linears(Layer.as_batch_dependent)
+    network.batch_invariant = False
+
+
 def _own_products(decoder: Decoder) -> list[Callable[[], Tensor]]:
     """Calls that launch our own products of all layers, to compile those of all at once."""
     found = {}  # by shape

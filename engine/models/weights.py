@@ -67,6 +67,10 @@ class Weight(ABC):
         Raises ValueError if this format or this GPU cannot do that.
         """
 
+    def as_batch_dependent(self) -> "Weight":
+        """The opposite: as it was before."""
+        return self
+
     @abstractmethod
     def packed(self, *, rounds: bool) -> "Weight":
         """The same in the format that is fastest on a CPU; `rounds` allows rounding to 8 bits.
@@ -179,6 +183,9 @@ class Dense(Matrix):
 
     def as_batch_invariant(self, bias: Tensor | None) -> "Dense":
         return Dense(self.matrix, library_rows(self.matrix, bias))
+
+    def as_batch_dependent(self) -> "Dense":
+        return Dense(self.matrix)
 
     def packed(self, *, rounds: bool) -> Matrix:
         if rounds and compiled() is not None:
@@ -322,6 +329,10 @@ class Layer(NamedTuple, Generic[W]):
         Raises ValueError if its format or this GPU cannot do that.
         """
         weight: Any = self.weight.as_batch_invariant(self.bias)  # of the same kind
+        return self._replace(weight=weight)
+
+    def as_batch_dependent(self) -> Self:
+        weight: Any = self.weight.as_batch_dependent()  # of the same kind
         return self._replace(weight=weight)
 
     def packed(self, *, rounds: bool) -> Self:

@@ -55,9 +55,9 @@ def follow(connection: FollowerConnection, settings: dict[str, Any]) -> None:
 
     shares = OwnShares(settings)
     connection.send(Op.ANSWER, np.array([shares.batch_invariant], dtype=np.int64))
-    op, _, _ = connection.receive()
+    op, _, [keep_bits] = connection.receive()
     assert op == Op.JOIN
-    shares.join(settings["meeting_fd"])
+    shares.join(settings["meeting_fd"], keep_bits=bool(keep_bits))
     while True:
         answer = perform(shares, *connection.receive())
         if answer is not None:

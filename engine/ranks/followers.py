@@ -20,6 +20,7 @@ from ..api import ReportProgress
 from ..config import EngineConfig
 from ..lifeline import describe_exit
 from ..memory.host_tier import PageCopies
+from ..models.batch_invariance import make_batch_dependent
 from ..models.decoder import Decoder
 from ..models.network import Network
 from ..state.phase import Shape
@@ -75,16 +76,17 @@ class Followers:
         Raises RankError if one of them could not start.
         """
         report("waiting for the other ranks", 0, 1)
-        keep_bits = [bool(answer) for answer in self._answers()]
+        keep_bits = all([networks[0].batch_invariant, *map(bool, self._answers())])
         report("connecting the ranks", 0, 1)
-        self.send(Op.JOIN)
+        self.send(Op.JOIN, (), np.array([keep_bits]))
         # From here on this process may wait for a lost one for ever, first where they meet.
         self._lost.is_final = True
         try:
             self.group.join(path_of(self._meeting_fd), networks[0].device)
         except RuntimeError as error:
             raise self.cause_of(error) from error
-        networks[0].batch_invariant &= all(keep_bits)
+        if not keep_bits:
+            make_batch_dependent(networks[0])
         return [self._shared(number, network) for number, network in enumerate(networks)]
 
     def _shared(self, number: int, network: Network) -> SharedDecoder:

@@ -11,6 +11,7 @@ from outrider.kernels.compiling import compile_together
 from ..config import CacheConfig, EngineConfig, ModelConfig
 from ..cpu_share import set_threads
 from ..gpu_memory import begin_measuring, left_bytes, measured_bytes
+from ..models.batch_invariance import make_batch_dependent
 from ..models.decoder import Decoder
 from ..models.groups import LayerGroup, grouped
 from ..models.host_pages import HostPages, host_pages_of
@@ -54,7 +55,12 @@ class OwnShares:
     def batch_invariant(self) -> bool:
         return self._loaded[0].batch_invariant
 
-    def join(self, meeting_fd: int) -> None:
+    def join(self, meeting_fd: int, *, keep_bits: bool) -> None:
+        """`keep_bits`: whether rows of the target are to be batch-invariant, as all ranks can
+        have it.
+        """
+        if not keep_bits:
+            make_batch_dependent(self._loaded[0])
         self._group.join(path_of(meeting_fd), self.device)
         self.networks = []
         for network in self._loaded:

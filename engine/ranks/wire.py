@@ -14,7 +14,7 @@ class Op(IntEnum):
     """What a frame is for."""
 
     # To a follower
-    JOIN = auto()  # meet the other ranks
+    JOIN = auto()  # meet the other ranks [1]: whether they are batch-invariant
     BIND = auto()  # allocate: see `Followers.bind`
     PAGES = auto()  # write changed pages into the block tables [3, entries]
     # Of a network, whose number comes in front of the shape: 0, the target, or 1, its draft

@@ -28,7 +28,7 @@ from tiny_models import DEVICE, VOCAB, Tiny
 from outrider.engine.api import RequestOutput, SamplingParams, ignore_progress
 from outrider.engine.config import ConfigError, DraftVocabulary, EngineConfig, ModelConfig
 from outrider.engine.engine import Engine
-from outrider.engine.models import pair
+from outrider.engine.models import loading, pair
 from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.loading import load_network
@@ -299,6 +299,38 @@ def test_all_ranks_run_a_shape_once_and_then_only_capture_it(
     num_captures = 2 * len(engine.worker.pair.target.captured)
     assert passes.tolist() == [num_captures + num_captures // 2] * 2
     assert stages == ["compiling kernels", "loading kernels on the other ranks"]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="forks this process")
+@pytest.mark.parametrize("unable", [None, 0, 1])
+def test_all_ranks_are_batch_invariant_or_none(
+    unable: int | None,
+    tiny_model: Tiny,
+    start: Callable[[EngineConfig], Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else two routers might choose other experts, of which the ranks would add parts."""
+    own_pid = os.getpid()
+    make = loading.make_batch_invariant
+
+    def made(*args: Any, **options: Any) -> None:
+        if unable is not None and (os.getpid() == own_pid) == (unable == 0):
+            raise ValueError("there is too little memory to find out how it sums")
+        make(*args, **options)
+
+    seen = torch.zeros(2, dtype=torch.int64).share_memory_()
+    run_pass = SharedDecoder.run
+
+    def noted(decoder: SharedDecoder, *args: Any) -> Any:
+        seen[decoder._group.rank] = 1 + decoder.batch_invariant
+        return run_pass(decoder, *args)
+
+    monkeypatch.setattr(loading, "make_batch_invariant", made)
+    monkeypatch.setattr(SharedDecoder, "run", noted)
+    engine = start(engine_config(tiny_model("qwen3_moe")))
+    assert run(engine, PROMPTS[:1], GREEDY)
+    assert engine.info.batch_invariant == (unable is None)
+    assert seen.tolist() == [1 + (unable is None)] * 2
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="counts what stands in for graphs")
