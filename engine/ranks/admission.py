@@ -60,7 +60,13 @@ def _why_not_these_gpus(size: int, device: torch.device) -> str | None:
     num_gpus = torch.cuda.device_count()
     if num_gpus < size:
         return f"{num_gpus} GPUs are visible: set it to {num_gpus} at most"
-    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(size)]
+    gpus = [torch.cuda.get_device_properties(i) for i in range(size)]
+    if len(names := sorted({gpu.name for gpu in gpus})) > 1:  # each would take its own kernels
+        return (
+            f"the GPUs are {' and '.join(names)}, and all compute alike: choose equal ones with "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    sizes = [gpu.total_memory for gpu in gpus]
     if min(sizes) < _LEAST_EQUAL * max(sizes):
         given = ", ".join(f"{each / 2**30:.0f}" for each in sizes)
         return (

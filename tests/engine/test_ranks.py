@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -33,7 +34,7 @@ from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.shares import WHOLE, Share
-from outrider.engine.ranks import followers
+from outrider.engine.ranks import admission, followers
 from outrider.engine.ranks import group as group_module
 from outrider.engine.ranks.followers import RankLostError
 from outrider.engine.ranks.group import RankGroup
@@ -533,6 +534,27 @@ def test_a_target_that_cannot_be_shared_is_refused_at_once(
     monkeypatch.setattr(pair, "load_network", None)
     with pytest.raises(ConfigError, match=reason):
         Engine(shared(engine_config(tiny_model(architecture)), size))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "reason"),
+    [
+        ([("H100", 80), ("H100", 80)], None),
+        ([("H100", 80), ("A100", 80)], "the GPUs are A100 and H100, and all compute alike: choose"),
+        ([("H100", 80), ("H100", 64)], "the GPUs have 80, 64 GiB, and all get shares of the same"),
+        ([("H100", 80)], "1 GPUs are visible: set it to 1 at most"),
+    ],
+)
+def test_ranks_have_gpus_of_one_kind(
+    gpus: list[tuple[str, int]], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes the kernels for its own."""
+    made = [SimpleNamespace(name=name, total_memory=gib << 30) for name, gib in gpus]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(made))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: made[i])
+    found = admission._why_not_these_gpus(2, torch.device("cuda"))
+    assert (found or "").startswith(reason or "")
+    assert (found is None) == (reason is None)
 
 
 @pytest.mark.parametrize(
