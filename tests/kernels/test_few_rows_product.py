@@ -22,6 +22,7 @@ from outrider.kernels.model.scaled_product import scaled_product
 from outrider.kernels.triton_or_none import HAS_GLUON
 
 if HAS_GLUON:
+    import gluon_interpreter
     from gluon_interpreter import Kernel
 
 pytestmark = block_scaled.MARKS
@@ -108,6 +109,25 @@ def test_any_number_of_multiprocessors_gives_the_same(
         outs.append(out := torch.full(shape, torch.nan, dtype=dtype))
         few_rows_product(out, x, matrix, None, num_splits=num_splits, gated=gated)
     assert torch.equal(*outs)
+
+
+@interpreted
+def test_programs_that_start_last_have_fewest_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel that makes their rows still runs, they start once it has ended."""
+    monkeypatch.setattr(module, "_few_rows_kernel", Kernel(name="_few_rows_kernel"))
+    monkeypatch.setattr(module, "num_programs", lambda *_: 3)
+    x, matrix = make_rows(1, 256, torch.bfloat16), make_matrix(256, 256)  # four tiles
+    program, num_outs = gluon_interpreter.Program, []
+    for which in range(3):
+
+        def one(place: Any, grid: Any, seed: int, which: int = which) -> Any:
+            return program((which, *place[1:]), grid, seed)
+
+        monkeypatch.setattr(gluon_interpreter, "Program", one)
+        out = torch.full((1, 256), torch.nan, dtype=torch.bfloat16)
+        few_rows_product(out, x, matrix, None, num_splits=1, gated=False)
+        num_outs.append(int((~out.isnan()).sum()))
+    assert num_outs == [128, 64, 64]
 
 
 @interpreted
