@@ -20,7 +20,15 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import tl, triton
 from .fp8 import MAX_E4M3, e4m3, to_e4m3
 from .narrow_matrix import RowFormat
-from .rms_norm import Norm, block_of_row, normed_row, rms_norm, rms_norm_reference
+from .rms_norm import (
+    Norm,
+    block_of_row,
+    normed_row,
+    numbers_of_row,
+    rms_norm,
+    rms_norm_reference,
+    rounded,
+)
 
 _INTERPRET = tl.constexpr(INTERPRET)
 _MAX_INT8 = 127.0
@@ -63,7 +71,7 @@ def round_rows(x: Tensor, format_: RowFormat, norm: Norm | None = None) -> RowCo
         x_stride=x.stride(0),
         NUM_IN=x.shape[1],
         **places_of(rows, format_),
-        **block_of_row(format_.width, 16 if norm is None else 8),  # a norm as `add_parts` takes it
+        **block_of_row(format_.width),
         **dependent_launch(x.device),
     )
     return rows
@@ -161,39 +169,39 @@ def _round_rows_kernel(
     """Each program: one row."""
     start_next_kernel(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
+    k = numbers_of_row(BLOCK)
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
     wait_for_inputs(DEPENDENT)
     x = tl.load(x_ptr + row * x_stride + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
     if norm_ptr is not None:
         x = normed_row(x, norm, eps, NUM_IN)
-        rounded = x.to(x_ptr.dtype.element_ty)  # as a layer of other weights would get it
+        z = rounded(x, x_ptr.dtype.element_ty)  # as a layer of other weights would get it
         if out_ptr is not None:
-            tl.store(out_ptr + row * NUM_IN + k, rounded, mask=k < NUM_IN)
-        x = rounded.to(tl.float32)
-    store_codes(x, row, 0, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)
+            tl.store(out_ptr + row * NUM_IN + k, z, mask=k < NUM_IN)
+        x = z.to(tl.float32)
+    store_codes(x, k, row, 0, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)
 
 
 @triton.jit
 def store_codes(
-    x, row, first, codes_ptr, scale_ptr, NUM_IN: tl.constexpr, WIDTH: tl.constexpr,
+    x, k, row, first, codes_ptr, scale_ptr, NUM_IN: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Round a row, or its whole groups from the input `first` on.
 
-    Shape: x [BLOCK] float32, 0 behind the inputs.
+    Shape: x float32, 0 behind the inputs, k [BLOCK] or as `numbers_of_row`.
     """
     # One group may be no power of two.
     SIZE: tl.constexpr = GROUP if GROUP < NUM_IN else BLOCK
     NUM_GROUPS: tl.constexpr = (NUM_IN + GROUP - 1) // GROUP
     groups = tl.reshape(x, [BLOCK // SIZE, SIZE])
     codes, scale = codes_of_groups(groups, codes_ptr.dtype.element_ty)
+    codes = tl.reshape(codes, k.shape)
+    tl.store(codes_ptr + row * WIDTH + k, codes, mask=k < WIDTH)
+    # Last: warps exchange the scales first.
     group = first // GROUP + tl.arange(0, BLOCK // SIZE)
     tl.store(scale_ptr + row * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
-    codes = tl.reshape(codes, [BLOCK])
-    k = first + tl.arange(0, BLOCK)
-    tl.store(codes_ptr + row * WIDTH + k, codes, mask=k < WIDTH)
 
 
 @triton.jit
@@ -203,8 +211,8 @@ def codes_of_groups(groups, CODE: tl.constexpr):
     # As integers, among which NaN is the largest.
     largest = tl.max(tl.abs(groups).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     largest = tl.maximum(largest, 1e-12, propagate_nan=tl.PropagateNan.ALL)
-    scale = tl.div_rn(largest, LARGEST)
-    x = _quotient(groups, scale[:, None], tl.div_rn(1.0, scale)[:, None])
+    scale = _quotient(largest, LARGEST, 1.0 / LARGEST)
+    x = _quotient(groups, scale[:, None], _inverse(scale)[:, None])
     return _nearest_int8(x) if tl.int8 == CODE else e4m3(x), scale
 
 
@@ -222,16 +230,28 @@ def store_heads(
     if codes_ptr is not None:
         y = tl.reshape(y.to(tl.float32), [SIZE])
         first = tl.program_id(1) * SIZE
-        store_codes(y, row, first, codes_ptr, scale_ptr, NUM_IN, WIDTH, GROUP, SIZE)
+        k = first + tl.arange(0, SIZE)
+        store_codes(y, k, row, first, codes_ptr, scale_ptr, NUM_IN, WIDTH, GROUP, SIZE)
 
 
 @triton.jit
 def _quotient(x, y, inverse):
     """x / y to the last bit, given 1 / y likewise: a third of the instructions of a division."""
     if _INTERPRET:  # which rounds twice where a GPU rounds once
-        return tl.div_rn(x, tl.broadcast_to(y, x.shape))
+        return tl.div_rn(x, tl.zeros(x.shape, tl.float32) + y)
     guess = x * inverse
     return tl.fma(tl.fma(-guess, y, x), inverse, guess)
+
+
+@triton.jit
+def _inverse(x):
+    """1 / x to the last bit, without the branch of a division for what is no scale."""
+    if _INTERPRET:
+        return tl.div_rn(1.0, x)
+    guess = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1
+    )
+    return _quotient(1.0, x, tl.fma(tl.fma(-guess, x, 1.0), guess, guess))
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .product import is_ahead, parts_of, product_parts
-from .rms_norm import Norm, block_of_row, normed_row
+from .rms_norm import Norm, block_of_row, normed_row, numbers_of_row, rounded
 from .row_codes import Rows, empty_rows, places_of, store_codes
 
 _MIN_LARGE_WEIGHTS = 1 << 24
@@ -153,7 +153,7 @@ def _add_parts_kernel(
     """Each program: one row."""
     start_next_kernel(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BLOCK)
+    n = numbers_of_row(BLOCK)
     mask = n < NUM_IN
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + n, mask=mask, other=0.0).to(tl.float32)
@@ -165,11 +165,12 @@ def _add_parts_kernel(
     BY_ADDRESS: tl.constexpr = MOST_ROWS > 0
     if BY_ADDRESS:
         _meet(flags_ptr, meetings_ptr, rank, SPLITS, MOST_ROWS)
-    y = tl.load(residual_ptr + row * residual_stride + n, mask=mask, other=0.0).to(tl.float32)
+    residual_at = residual_ptr + row * residual_stride + n
     stride = num_rows.to(tl.int64) * NUM_IN
     # The first is loaded last, and volatile, so the order stands: ptxas, to save registers, would
     # load many one after another, each once some before it are added.
     ORDERED: tl.constexpr = SPLITS > 2
+    y = tl.load(residual_at, mask=mask, other=0.0, volatile=ORDERED).to(tl.float32)
     parts = ()
     for split in tl.static_range(SPLITS - 1, -1, -1):
         if BY_ADDRESS:
@@ -183,16 +184,16 @@ def _add_parts_kernel(
         y += parts[SPLITS - 1 - split].to(tl.float32)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
-    stored = y.to(residual_ptr.dtype.element_ty)
-    tl.store(residual_ptr + row * residual_stride + n, stored, mask=mask)
+    stored = rounded(y, residual_ptr.dtype.element_ty)
+    tl.store(residual_at, stored, mask=mask)
     if norm_ptr is not None:
         y = stored.to(tl.float32)  # normalise what was stored
-        z = normed_row(y, norm, eps, NUM_IN).to(stored.dtype)
+        z = rounded(normed_row(y, norm, eps, NUM_IN), stored.dtype)
         if out_ptr is not None:
             tl.store(out_ptr + at, z, mask=mask)
         if codes_ptr is not None:
             z = z.to(tl.float32)
-            store_codes(z, row, 0, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)
+            store_codes(z, n, row, 0, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)
 
 
 @triton.jit

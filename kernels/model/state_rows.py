@@ -3,13 +3,11 @@
 See `delta_net.py` and `mamba2.py` for the formulas.
 """
 
-from .._dispatch import INTERPRET
 from ..dependent_launch import start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
+from .rms_norm import rounded
 from .sigmoid_gate import rounded_sigmoid
 from .silu_mul import silu
-
-_IN_PAIRS = tl.constexpr(not INTERPRET)
 
 
 @triton.jit
@@ -23,18 +21,6 @@ def _at(
     kept_ptr = ring_ptr + position % RING * WIDTH
     row_ptr = tl.where(position >= first, here_ptr, kept_ptr)
     return tl.load(row_ptr + column, mask=mask & (position >= 0), other=0.0)
-
-
-@triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    """x.to(dtype), two numbers at a time: one by one, a GPU takes a quarter of the speed."""
-    if _IN_PAIRS and dtype == tl.bfloat16:
-        rounded = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], tl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        rounded = x.to(dtype)
-    return rounded
 
 
 @triton.jit
@@ -163,7 +149,7 @@ def prepare_kernel(
             total += x.to(tl.float32) * weight.to(tl.float32)
         if bias_ptr is not None:
             total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
-        y = _rounded(silu(_rounded(total, dtype).to(tl.float32)), dtype)
+        y = rounded(silu(rounded(total, dtype).to(tl.float32)), dtype)
         row = begin + seq * RING + (position - start)
         at = convolved_ptr + row[:, None] * CHANNELS + column[:, None] + d[None, :]
         tl.store(at, y, mask=mask)

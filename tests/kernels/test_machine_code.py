@@ -232,22 +232,52 @@ def test_kernels_norm_a_row_in_one_way(width: int) -> None:
         addresses, meetings = empty(2, dtype=torch.int64), empty(64, dtype=torch.int32)
         add_parts(x, PeerParts(addresses, addresses, meetings, 0), norm)
     layouts = [layout_of_sum(kernel) for kernel in kernels]
-    assert layouts[0] == layouts[1] == layouts[4]
-    assert layouts[2] == layouts[3]
+    assert len(set(layouts)) == 1
     # Its bits depend on whether the compiler knows the divisor.
     assert not any("div.full" in kernel.asm["ptx"] for kernel in kernels)
 
 
-@pytest.mark.parametrize(("splits", "dtype"), [(4, torch.float32), (9, torch.bfloat16)])
-def test_parts_are_loaded_together(splits: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize(
+    ("width", "splits", "dtype"),
+    [(2048, 4, torch.float32), (2048, 9, torch.bfloat16), (5120, 4, torch.float32)],
+)
+def test_parts_are_loaded_together(
+    width: int, splits: int, dtype: torch.dtype, rounds: bool
+) -> None:
     """If each waited for sums of those before it, a few rows would take as long as all of them."""
+    format_ = RowFormat(torch.float8_e4m3fn, 128, width // 128, width) if rounds else None
     with machine_code.launches(machine_code.H100) as kernels:
-        add_parts(empty(4, 2048), empty(splits, 4, 2048, dtype=dtype), Norm(empty(2048), 1e-5))
+        parts = empty(splits, 4, width, dtype=dtype)
+        add_parts(empty(4, width), parts, Norm(empty(width), 1e-5, format_))
     code = machine_code.disassembled(kernels[0])
     found = re.findall(r" (LDG|FADD|STG)\b", code)
     loads = found[: found.index("STG")].count("LDG")
-    assert loads >= 2 * (splits + 2)
+    # Four numbers a thread at a time, none behind the row; residual and norm besides parts.
+    num_warps = min(8, width // 512)
+    assert loads == width // (num_warps * 32 * 4) * (splits + 2)
     assert found[: found.index("FADD")].count("LDG") >= loads - 4
+
+
+def test_volatile_loads_of_parts_leave_out_no_bytes() -> None:
+    """Nothing keeps the rest of a sector of 32 bytes for the load behind."""
+    with machine_code.launches(machine_code.H100) as kernels:
+        format_ = RowFormat(torch.float8_e4m3fn, 128, 40, 5120)
+        add_parts(
+            empty(4, 5120),
+            empty(4, 4, 5120, dtype=torch.float32),
+            Norm(empty(5120), 1e-5, format_),
+        )
+    code = kernels[0].asm["ttgir"]
+    used = re.findall(r"isVolatile = true} : tensor<\w+x!tt.ptr<f32>, (#\w+)>", code)
+    assert len(used) == 4
+    for layout in set(used):
+        found = re.search(
+            rf"^{layout} = .*sizePerThread = \[1, 4\], threadsPerWarp = \[32, 1\]",
+            code,
+            re.MULTILINE,
+        )
+        assert found is not None
 
 
 def test_products_with_few_outputs_are_our_own_up_to_256_rows() -> None:
