@@ -33,6 +33,7 @@ from .rms_norm import (
 _INTERPRET = tl.constexpr(INTERPRET)
 _MAX_INT8 = 127.0
 _MIN_SCALE = 1e-12  # a row of zeros has some scale
+_AT_ONCE = 4096  # numbers of a program, if a row has more in groups
 
 
 class RowCodes(NamedTuple):
@@ -64,14 +65,17 @@ def round_rows(x: Tensor, format_: RowFormat, norm: Norm | None = None) -> RowCo
     assert x.stride(-1) == 1
     rows = empty_rows(x, format_, x if norm is None else None)
     assert isinstance(rows, RowCodes)
-    _round_rows_kernel[(len(x),)](
+    width = format_.width
+    if norm is None and format_.num_groups > 1:
+        width = min(width, _AT_ONCE)
+    _round_rows_kernel[len(x), triton.cdiv(format_.width, width)](
         x_ptr=x,
         norm_ptr=norm.weight if norm is not None else None,
         eps=norm.eps if norm is not None else 0.0,
         x_stride=x.stride(0),
         NUM_IN=x.shape[1],
         **places_of(rows, format_),
-        **block_of_row(format_.width),
+        **block_of_row(width),
         **dependent_launch(x.device),
     )
     return rows
@@ -166,10 +170,10 @@ def _round_rows_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Each program: one row."""
+    """Each program: one row or, if it only rounds, some whole groups of it."""
     start_next_kernel(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
-    k = numbers_of_row(BLOCK)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    k = first + numbers_of_row(BLOCK)
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + k, mask=k < NUM_IN, other=0.0).to(tl.float32)
     wait_for_inputs(DEPENDENT)
@@ -180,7 +184,7 @@ def _round_rows_kernel(
         if out_ptr is not None:
             tl.store(out_ptr + row * NUM_IN + k, z, mask=k < NUM_IN)
         x = z.to(tl.float32)
-    store_codes(x, k, row, 0, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)
+    store_codes(x, k, row, first, codes_ptr, codes_scale_ptr, NUM_IN, WIDTH, GROUP, BLOCK)
 
 
 @triton.jit

@@ -7,8 +7,9 @@ from products import ALL, FUSED, NUM_ROWS, SIZES, Fused, check_rows_keep_bits, i
 from random_tensors import normals
 from verification import DEVICE, HAS_KERNELS
 
-from outrider.kernels.model import block_scaled_product, scaled_product, tiles
+from outrider.kernels.model import block_scaled_product, row_codes, scaled_product, tiles
 from outrider.kernels.model import scaled_linear as module
+from outrider.kernels.model.fp8 import as_bytes
 from outrider.kernels.model.gated_norm import gated_norm
 from outrider.kernels.model.linear import linear_reference
 from outrider.kernels.model.narrow_matrix import (
@@ -81,6 +82,18 @@ def test_rows_are_rounded_to_the_nearest(format_: tuple[Kind, int, int]) -> None
         assert (error <= x.abs() / 16 + whole / 448 / 2**9 + 1e-12).all()
     else:
         assert (error <= whole / 127 / 1.99 + 1e-12).all()
+
+
+@needs_kernels
+def test_programs_that_share_a_row_round_it_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    format_ = format_of(make(("fp8", 128, 128), 16, 700))
+    x = normals(dtype=torch.bfloat16)(5, 700)
+    x[2, 600] = torch.nan
+    expected = round_rows(x, format_)
+    monkeypatch.setattr(row_codes, "_AT_ONCE", 256)
+    got = round_rows(x, format_)
+    assert torch.equal(as_bytes(got.codes), as_bytes(expected.codes))
+    assert torch.equal(got.scale.view(torch.int32), expected.scale.view(torch.int32))
 
 
 @needs_kernels
