@@ -45,7 +45,7 @@ def rms_norm(
 def block_of_row(width: int) -> dict[str, int]:
     """How a program takes a whole row; the order of a norm's sum depends on it."""
     block = max(4, triton.next_power_of_2(width))
-    return {"BLOCK": block, "num_warps": max(1, min(8, block // 512))}
+    return {"BLOCK": block, "num_warps": max(1, min(16, block // 128))}
 
 
 def rms_norm_reference(x: Tensor, norm: Norm) -> Tensor:

@@ -29,7 +29,7 @@ from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.product import product
 from outrider.kernels.model.prompt_attention import is_for
 from outrider.kernels.model.relu_squared import relu_squared
-from outrider.kernels.model.rms_norm import Norm, rms_norm
+from outrider.kernels.model.rms_norm import Norm, block_of_row, rms_norm
 from outrider.kernels.model.routing import Router, Routing, route
 from outrider.kernels.model.row_codes import RowCodes, round_rows
 from outrider.kernels.model.rows import BatchRows
@@ -254,8 +254,8 @@ def test_parts_are_loaded_together(
     found = re.findall(r" (LDG|FADD|STG)\b", code)
     loads = found[: found.index("STG")].count("LDG")
     # Four numbers a thread at a time, none behind the row; residual and norm besides parts.
-    num_warps = min(8, width // 512)
-    assert loads == width // (num_warps * 32 * 4) * (splits + 2)
+    each = -(-width // (block_of_row(width)["num_warps"] * 32 * 4))
+    assert loads == each * (splits + 2)
     assert found[: found.index("FADD")].count("LDG") >= loads - 4
 
 
