@@ -195,7 +195,6 @@ def _attend(
     dtype: gl.constexpr = query_ptr.dtype.element_ty
     factor = scale * LOG2_E
     no_logits = gl.zeros([_ROWS, BLOCK], gl.float32, LOGITS)
-    wait_for_inputs(DEPENDENT)
     block = 0
     for turn in range((num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
         item = _item_of(turn, num_items)
@@ -213,6 +212,7 @@ def _attend(
                 at = row + (first_head + m % GROUP).to(gl.int64) * query_stride_h
                 d = gl.arange(0, DIM, gl.SliceLayout(0, LOADED))[None, :]
                 is_row = m < num_rows * GROUP
+                wait_for_inputs(DEPENDENT)  # only now: items were listed before the pass
                 query_tile.store(
                     gl.load(query_ptr + at[:, None] + d, mask=is_row[:, None], other=0.0)
                 )
@@ -299,6 +299,7 @@ def _attend(
                     of_row = seen_ptr + row * 2
                     gl.store(of_row, gl.full([_ROWS], first_split, gl.int32, ROW), mask=is_row)
                     gl.store(of_row + 1, gl.full([_ROWS], last_split, gl.int32, ROW), mask=is_row)
+    wait_for_inputs(DEPENDENT)  # also if there was nothing to do
 
 
 @gluon.jit(do_not_specialize=["window", "num_splits", "block_table_stride"])

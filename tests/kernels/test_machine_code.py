@@ -512,6 +512,10 @@ def test_few_rows_fit_a_hopper_gpu(
     check([rows])
     code = machine_code.disassembled(rows)
     assert heads[2] > 128 or not re.search(r"\b(STL|LDL)\b", code), "registers are spilled"
+    # What was listed before the pass is read before queries are there.
+    attending = code[code.index("PREEXIT") : code.index("LDG.E.128")]
+    listed, _ = attending.split("ACQBULK")
+    assert len(re.findall(r"\bLDG\.E R", listed)) == 6
     assert merging.metadata.name == "_merge_parts_kernel"
     loads, sums = machine_code.disassembled(merging).split("BAR.SYNC")
     # Four of a part's sums a thread: of eight splits, all at once.
