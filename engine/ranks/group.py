@@ -9,18 +9,23 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outrider.kernels.model.split_product import PeerParts, add_parts
+from outrider.kernels.model.split_product import PeerParts
 
 from ..state.phase import Phase
 from .peer_memory import MOST_BYTES, PeerMemory
 
 log = logging.getLogger(__name__)
+
+_MOST_REASON = 400  # bytes
+# For ranks to say where their memory is. All are there by then; one that fails says nothing.
+_CONNECTS_WITHIN = timedelta(seconds=30)
 
 _torch_dist: Any = dist
 # One name before torch 2.13, the other since.
@@ -55,9 +60,10 @@ class RankGroup:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._on_gpu = on_gpu = device.type == "cuda"
+        store = _torch_dist.FileStore(meeting_point, self.size)
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=_torch_dist.FileStore(meeting_point, self.size),
+            store=store,
             rank=self.rank,
             world_size=self.size,
         )
@@ -66,33 +72,50 @@ class RankGroup:
         # The first call connects, which a graph cannot capture.
         self.broadcast(torch.zeros(1, device=device))
         self.gather(torch.zeros(1, 1, device=device))
-        if on_gpu and MOST_BYTES > 0:
+        if on_gpu:
+            store.set_timeout(_CONNECTS_WITHIN)
             self._peers = self._meet_peers(device)
 
     def _meet_peers(self, device: torch.device) -> PeerMemory | None:
-        """Memory that the GPUs share, if an exchange over it gives all ranks the right sum."""
-        try:
-            peers = PeerMemory(device)
-        except RuntimeError as error:
-            log.info("GPUs cannot read each other's memory: %s", error)
-            peers = None
-        own = torch.arange(64.0, device=device).add_(self.rank)[None]
-        is_right = False
-        # A rank that has none would keep the others waiting at a barrier.
-        if self._all_say(peers is not None, own):
-            assert peers is not None
-            peers.begin()
-            place = peers.place(own)
-            assert place is not None
-            place.copy_(own)
-            total = torch.zeros_like(own)
-            add_parts(total, peers.parts(), None)
-            is_right = self._all_say(torch.equal(total, self.gather(own).sum(0)), own)
-        log.info("GPUs read small parts of sums %s", "of each other" if is_right else "by NCCL")
-        return peers if is_right else None
+        """Memory that the GPUs share, if an exchange over it gives all ranks the right sums."""
+        made: list[PeerMemory] = []
+        steps: tuple[Callable[[], object], ...] = (
+            lambda: self._check_connections(device),
+            lambda: made.append(PeerMemory(device)),
+            lambda: made[0].connect(),
+            lambda: made[0].compile(),
+            lambda: made[0].try_out(),
+        )
+        # A rank that fails would keep the others waiting in the next step.
+        reason = next(filter(None, (self._why_not(step, device) for step in steps)), "")
+        if reason:
+            log.info("ranks exchange all parts of sums by NCCL (%s)", reason)
+            return None
+        log.info("ranks read parts of sums of up to %d bytes in each other's memory", MOST_BYTES)
+        return made[0]
 
-    def _all_say(self, answer: bool, like: Tensor) -> bool:
-        return bool(self.gather(like.new_full((1, 1), answer)).all())
+    def _check_connections(self, device: torch.device) -> None:
+        """Raises RuntimeError on all ranks if torch would number those of some otherwise, by what
+        their processes did before: they would wait for each other.
+        """
+        numbers = self.gather(torch.full((1, 1), PeerMemory.num_connected, device=device))
+        if not torch.equal(numbers.min(), numbers.max()):
+            raise RuntimeError("an engine before this one, in one process, had shared memory")
+
+    def _why_not(self, step: Callable[[], object], device: torch.device) -> str:
+        """Take a step that may fail on some rank; says on which, and why, if it did."""
+        reason = ""
+        try:
+            step()
+        except Exception as error:  # of torch, the driver or the compiler
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        own = torch.zeros(1, _MOST_REASON, dtype=torch.uint8)
+        written = list(reason.encode()[:_MOST_REASON])
+        own[0, : len(written)] = torch.tensor(written, dtype=torch.uint8)
+        for rank, [row] in enumerate(self.gather(own.to(device)).tolist()):
+            if text := bytes(row).rstrip(b"\0").decode(errors="replace"):
+                return f"rank {rank}: {text}"
+        return ""
 
     def exchanges_in(self, phase: Phase[Any]) -> None:
         """The graphs of this phase are dropped when the rank leaves the group."""
@@ -121,7 +144,9 @@ class RankGroup:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, this rank computes without the others, whose parts are its own."""
+        """Inside, this rank computes without the others, whose parts are its own; on a GPU it only
+        compiles: a kernel that adds parts of peers would wait for them.
+        """
         before, self.is_apart = self.is_apart, True
         try:
             yield
@@ -144,7 +169,7 @@ class RankGroup:
         `compute` returns this rank's, and writes it to the place that it is given, if there is one.
         Either way the parts have the same bits. Shape: [T, N], as `like`
         """
-        place = None if self._peers is None or self.is_apart else self._peers.place(like)
+        place = None if self._peers is None else self._peers.place(like)
         if self._peers is None or place is None:
             return self.gather(compute(None))
         compute(place)

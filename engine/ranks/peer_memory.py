@@ -5,44 +5,83 @@ ranks, and reads the parts where they lie. There are two places, used in turn: w
 again has added the parts of the other, and so has met ranks that had read the first.
 """
 
+import functools
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outrider.kernels.model.split_product import PeerParts
+from outrider.kernels.compiling import compile_together
+from outrider.kernels.model.split_product import PeerParts, add_parts
 
-# Of a part: a larger one takes NCCL no longer. 0: NCCL takes all, until it is known what this
-# gains. With 2**21 two H200s gave the right answers, whether by this or by NCCL.
-MOST_BYTES = 0
+MOST_BYTES = 1 << 21  # of a part: a larger one takes NCCL no longer
 _MOST_ROWS = 1024  # of a part
+_MOST_TRIES = 1 << 20  # of a trial, to find another rank there: about a second
 
 
 class PeerMemory:
-    """One rank's end. All ranks must make the same calls in the same order."""
+    """One rank's end. All ranks must make the same calls in the same order.
+
+    `connect`, `compile` and `try_out` come first; each once all ranks are done with what is before.
+    """
+
+    num_connected = 0  # in this process
 
     def __init__(self, device: torch.device) -> None:
-        """Raises RuntimeError if these GPUs cannot read each other's memory."""
+        """Raises ImportError or RuntimeError if this GPU has no memory that others can read."""
         # Here, since only a system with several GPUs has to have it.
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        world: Any = dist.group.WORLD
-        size = dist.get_world_size()
+        if os.environ.get("NCCL_P2P_DISABLE") == "1":
+            raise RuntimeError("NCCL_P2P_DISABLE is set")
+        self._size, self._rank = dist.get_world_size(), dist.get_rank()
+        self._rendezvous = symmetric_memory.rendezvous
         self._buffer = symmetric_memory.empty(2, MOST_BYTES, dtype=torch.uint8, device=device)
-        self._flags = symmetric_memory.empty(size, _MOST_ROWS, dtype=torch.int32, device=device)
-        self._flags.zero_()
-        self._handle = symmetric_memory.rendezvous(self._buffer, world)
-        flags = symmetric_memory.rendezvous(self._flags, world)
-        self._handle.barrier()  # all have cleared their flags
+        shape = self._size, _MOST_ROWS
+        self._flags = symmetric_memory.empty(*shape, dtype=torch.int32, device=device).zero_()
+        self._meetings = torch.zeros(_MOST_ROWS, dtype=torch.int32, device=device)
+        self._turn = 0
+
+    def connect(self) -> None:
+        """Raises RuntimeError if this GPU cannot read that of the others."""
+        PeerMemory.num_connected += 1
+        world: Any = dist.group.WORLD
+        self._handle = self._rendezvous(self._buffer, world)
         first: list[int] = [*self._handle.buffer_ptrs]
         # [2, ranks]
         self._addresses = torch.tensor(
-            [first, [address + MOST_BYTES for address in first]], device=device
+            [first, [address + MOST_BYTES for address in first]], device=self._buffer.device
         )
-        self._flags_at = torch.tensor([*flags.buffer_ptrs], device=device)
-        self._meetings = torch.zeros(_MOST_ROWS, dtype=torch.int32, device=device)
-        self._turn = 0
+        flags = self._rendezvous(self._flags, world)
+        self._flags_at = torch.tensor([*flags.buffer_ptrs], device=self._buffer.device)
+
+    def compile(self) -> None:
+        """Compile what `try_out` launches: no rank waits for another's compiler."""
+        like = torch.zeros(1, 64, device=self._buffer.device)
+        parts = self.parts()._replace(most_tries=_MOST_TRIES)
+        compile_together([functools.partial(add_parts, like, parts, None)], like.device)
+
+    def try_out(self) -> None:
+        """Add parts of all ranks twice. Raises RuntimeError if sums are wrong, or one is missing.
+
+        Nothing waits for ever here, whatever these GPUs make of memory that they share.
+        """
+        numbers = torch.arange(64.0, device=self._buffer.device)[None]
+        of_ranks, is_right = range(self._size), True
+        for turn in range(2):
+            place = self.place(numbers)
+            assert place is not None
+            place.copy_(numbers * (1 + self._rank) + turn)
+            total = torch.zeros_like(numbers)
+            add_parts(total, self.parts()._replace(most_tries=_MOST_TRIES), None)
+            parts = torch.stack([numbers * (1 + rank) + turn for rank in of_ranks])
+            is_right &= torch.equal(total, parts.sum(0))
+        if not bool((self._flags[:, 0] == 2).all()):
+            raise RuntimeError("what one GPU writes to another does not come there")
+        if not is_right:
+            raise RuntimeError("sums of what lies on several GPUs are wrong")
 
     def begin(self) -> None:
         """In front of a pass: places are taken in the same turns in every pass."""
@@ -59,4 +98,4 @@ class PeerMemory:
     def parts(self) -> PeerParts:
         """What all ranks write to their last places, in their order."""
         addresses = self._addresses[self._turn]
-        return PeerParts(addresses, self._flags_at, self._meetings, self._handle.rank)
+        return PeerParts(addresses, self._flags_at, self._meetings, self._rank)

@@ -34,6 +34,7 @@ class PeerParts(NamedTuple):
     flags: Tensor  # [ranks] int64, addresses of [ranks, most rows] int32: meetings of each with it
     meetings: Tensor  # [most rows] int32, of this rank
     rank: int
+    most_tries: int = 0  # to find another rank there, in a trial: it may not come; 0: no limit
 
 
 def can_split(x: Tensor, weight: Tensor) -> bool:
@@ -86,9 +87,9 @@ def add_parts(
     """
     num_rows, width = residual.shape
     flags = meetings = None
-    rank = most_rows = 0
+    rank = most_rows = most_tries = 0
     if isinstance(parts, PeerParts):
-        parts, flags, meetings, rank = parts
+        parts, flags, meetings, rank, most_tries = parts
         most_rows = len(meetings)
         assert num_rows <= most_rows
     else:
@@ -112,6 +113,7 @@ def add_parts(
         **places_of(rows, format_),
         SPLITS=len(parts),
         MOST_ROWS=most_rows,
+        MOST_TRIES=most_tries,
         **block_of_row(width if format_ is None else format_.width),
         **dependent_launch(residual.device),
     )
@@ -147,6 +149,7 @@ def _add_parts_kernel(
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
     MOST_ROWS: tl.constexpr,
+    MOST_TRIES: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -164,7 +167,7 @@ def _add_parts_kernel(
     wait_for_inputs(DEPENDENT)
     BY_ADDRESS: tl.constexpr = MOST_ROWS > 0
     if BY_ADDRESS:
-        _meet(flags_ptr, meetings_ptr, rank, SPLITS, MOST_ROWS)
+        _meet(flags_ptr, meetings_ptr, rank, SPLITS, MOST_ROWS, MOST_TRIES)
     residual_at = residual_ptr + row * residual_stride + n
     stride = num_rows.to(tl.int64) * NUM_IN
     # The first is loaded last, and volatile, so the order stands: ptxas, to save registers, would
@@ -197,7 +200,14 @@ def _add_parts_kernel(
 
 
 @triton.jit
-def _meet(flags_ptr, meetings_ptr, rank, RANKS: tl.constexpr, MOST_ROWS: tl.constexpr):
+def _meet(
+    flags_ptr,
+    meetings_ptr,
+    rank,
+    RANKS: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
+    MOST_TRIES: tl.constexpr,
+):
     """Wait for the program of the same row on all other ranks, whose parts are there then."""
     row = tl.program_id(0)
     meeting = tl.load(meetings_ptr + row) + 1
@@ -207,6 +217,12 @@ def _meet(flags_ptr, meetings_ptr, rank, RANKS: tl.constexpr, MOST_ROWS: tl.cons
     own = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32))
     for peer in tl.static_range(RANKS):
         seen = meeting - 1
-        while seen < meeting:
-            seen = tl.atomic_add(own + peer * MOST_ROWS + row, 0, sem="acquire", scope="sys")
+        if MOST_TRIES == 0:
+            while seen < meeting:
+                seen = tl.atomic_add(own + peer * MOST_ROWS + row, 0, sem="acquire", scope="sys")
+        else:
+            tries = 0
+            while (seen < meeting) & (tries < MOST_TRIES):
+                seen = tl.atomic_add(own + peer * MOST_ROWS + row, 0, sem="acquire", scope="sys")
+                tries += 1
     tl.store(meetings_ptr + row, meeting)

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,7 @@ pytestmark = [
 SOME = ["qwen2"]  # with biases of q, k and v
 # On GPUs each runs other kernels; on a CPU test_shares.py compares every family.
 OTHERS = ["llama", "mistral", "phi3", "qwen3_moe", "glm4_moe", "granitemoe"]
+STEPS = ["PeerMemory", "connect", "compile", "try_out"]  # to memory that GPUs read of each other
 PROMPTS = prompts([3, 17, 9, 40], VOCAB)
 
 
@@ -460,14 +462,53 @@ def exit_code_of(run_it: Callable[[], None]) -> int | None:
     return os.waitstatus_to_exitcode(ended[1])
 
 
-def test_peer_memory_is_left_alone_if_one_rank_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others would wait for it at a barrier for ever."""
-    peers = Mock()
-    monkeypatch.setattr(group_module, "PeerMemory", lambda device: peers)
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [
+        ("", ""),
+        ("an engine before", "rank 0: RuntimeError: an engine before this one"),
+        ("PeerMemory", "rank 0: ImportError: no PeerMemory here"),
+        ("connect", "rank 0: RuntimeError: no connect here"),
+        ("try_out", "rank 0: RuntimeError: no try_out here"),
+        ("connect of rank 1", "rank 1: RuntimeError: operation not permitted"),
+    ],
+)
+def test_peer_memory_is_left_alone_if_one_rank_has_none(
+    fails: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others would wait for it in the next step, for ever."""
+    done = []
+
+    def step(name: str) -> None:
+        done.append(name)
+        if fails == name:
+            error = ImportError if name == "PeerMemory" else RuntimeError
+            raise error(f"no {name} here\nand much more")
+
+    peers = Mock(**{f"{name}.side_effect": partial(step, name) for name in STEPS[1:]})
+
+    def made(device: torch.device) -> Mock:
+        step("PeerMemory")
+        return peers
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        theirs = torch.zeros_like(x)
+        if done and fails == f"{done[-1]} of rank 1":
+            text = b"RuntimeError: operation not permitted"
+            theirs[0, : len(text)] = torch.tensor(list(text))
+        return torch.stack((x, theirs))
+
+    made.num_connected = int(fails == "an engine before")  # type: ignore[attr-defined]
+    monkeypatch.setattr(group_module, "PeerMemory", made)
     group = RankGroup(0, 2)
-    monkeypatch.setattr(group, "gather", lambda x: torch.stack((x, torch.zeros_like(x))))
-    assert group._meet_peers(torch.device("cpu")) is None
-    peers.begin.assert_not_called()
+    monkeypatch.setattr(group, "gather", gather)
+    with caplog.at_level("INFO"):
+        found = group._meet_peers(torch.device("cpu"))
+    assert found is (None if fails else peers)
+    last = fails.partition(" of ")[0]
+    assert done == (STEPS[: STEPS.index(last) + 1] if last in STEPS else [] if fails else STEPS)
+    said = f"all parts of sums by NCCL ({reason}" if fails else "in each other's memory"
+    assert said in caplog.text
 
 
 def test_a_follower_that_cannot_load_says_why_once(

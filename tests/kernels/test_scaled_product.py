@@ -276,6 +276,18 @@ def test_parts_are_added_where_they_lie_once_their_ranks_have_come() -> None:
 
 
 @needs_kernels
+def test_a_trial_does_not_wait_for_ever_for_a_rank_that_does_not_come() -> None:
+    residual = torch.zeros(1, 64, device=DEVICE)
+    part = torch.ones(1, 64, device=DEVICE)
+    addresses = torch.tensor([part.data_ptr()] * 2, device=DEVICE)
+    meetings = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    flags = torch.zeros(2, 2, 8, dtype=torch.int32, device=DEVICE)
+    flags_at = torch.tensor([each.data_ptr() for each in flags], device=DEVICE)
+    add_parts(residual, PeerParts(addresses, flags_at, meetings, 1, most_tries=5), None)
+    assert flags[1, :, 0].tolist() == [0, 1]  # rank 0 has not come
+
+
+@needs_kernels
 @pytest.mark.parametrize("format_", FORMATS)
 # Only a GPU divides by 5,000 inexactly, and there all tests run.
 @pytest.mark.parametrize("width", [300, pytest.param(5000, marks=pytest.mark.sweep)])
