@@ -78,7 +78,8 @@ class PeerMemory:
             add_parts(total, self.parts()._replace(most_tries=_MOST_TRIES), None)
             parts = torch.stack([numbers * (1 + rank) + turn for rank in of_ranks])
             is_right &= torch.equal(total, parts.sum(0))
-        if not bool((self._flags[:, 0] == 2).all()):
+        met = [self._flags[rank, 0] == 2 for rank in of_ranks if rank != self._rank]
+        if not bool(torch.stack(met).all()):
             raise RuntimeError("what one GPU writes to another does not come there")
         if not is_right:
             raise RuntimeError("sums of what lies on several GPUs are wrong")

@@ -165,15 +165,15 @@ def _add_parts_kernel(
     if num_real_ptr is not None:  # written before the pass
         has_parts = mask & (row < tl.load(num_real_ptr))
     wait_for_inputs(DEPENDENT)
+    # The first part is loaded last, and all volatile, so the order stands: ptxas, to save registers,
+    # would load many one after another, each once some before it are added.
+    ORDERED: tl.constexpr = SPLITS > 2
+    residual_at = residual_ptr + row * residual_stride + n
+    y = tl.load(residual_at, mask=mask, other=0.0, volatile=ORDERED).to(tl.float32)
     BY_ADDRESS: tl.constexpr = MOST_ROWS > 0
     if BY_ADDRESS:
         _meet(flags_ptr, meetings_ptr, rank, SPLITS, MOST_ROWS, MOST_TRIES)
-    residual_at = residual_ptr + row * residual_stride + n
     stride = num_rows.to(tl.int64) * NUM_IN
-    # The first is loaded last, and volatile, so the order stands: ptxas, to save registers, would
-    # load many one after another, each once some before it are added.
-    ORDERED: tl.constexpr = SPLITS > 2
-    y = tl.load(residual_at, mask=mask, other=0.0, volatile=ORDERED).to(tl.float32)
     parts = ()
     for split in tl.static_range(SPLITS - 1, -1, -1):
         if BY_ADDRESS:
@@ -211,18 +211,20 @@ def _meet(
     """Wait for the program of the same row on all other ranks, whose parts are there then."""
     row = tl.program_id(0)
     meeting = tl.load(meetings_ptr + row) + 1
-    for peer in tl.static_range(RANKS):
-        theirs = tl.load(flags_ptr + peer).to(tl.pointer_type(tl.int32))
+    # Only the others: a release waits until all memory has what this rank has written.
+    for i in tl.static_range(1, RANKS):
+        theirs = tl.load(flags_ptr + (rank + i) % RANKS).to(tl.pointer_type(tl.int32))
         tl.atomic_xchg(theirs + rank * MOST_ROWS + row, meeting, sem="release", scope="sys")
     own = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32))
-    for peer in tl.static_range(RANKS):
+    for i in tl.static_range(1, RANKS):
+        flag = own + (rank + i) % RANKS * MOST_ROWS + row
         seen = meeting - 1
         if MOST_TRIES == 0:
             while seen < meeting:
-                seen = tl.atomic_add(own + peer * MOST_ROWS + row, 0, sem="acquire", scope="sys")
+                seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         else:
             tries = 0
             while (seen < meeting) & (tries < MOST_TRIES):
-                seen = tl.atomic_add(own + peer * MOST_ROWS + row, 0, sem="acquire", scope="sys")
+                seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
                 tries += 1
     tl.store(meetings_ptr + row, meeting)

@@ -1,5 +1,9 @@
 """Products of rounded rows with matrices of 8 bits against the numbers that the codes stand for."""
 
+import os
+import signal
+import time
+
 import pytest
 import torch
 from grids import pairwise
@@ -268,11 +272,47 @@ def test_parts_are_added_where_they_lie_once_their_ranks_have_come() -> None:
     got = add_parts(residual, PeerParts(addresses, flags_at, meetings, 1), norm)
     assert torch.equal(residual, same)
     assert meetings.tolist() == [5] * 5 + [4] * 3
-    assert torch.equal(flags[:, 1], meetings.expand(3, 8))
+    assert torch.equal(flags[::2, 1], meetings.expand(2, 8))
     assert (flags[:, ::2] == 5).all()
     assert isinstance(got, torch.Tensor)
     assert isinstance(expected, torch.Tensor)
     assert torch.equal(got, expected)
+
+
+@needs_kernels
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="forks this process")
+def test_ranks_that_come_late_in_turn_add_the_same_parts() -> None:
+    """Who is ahead writes its next part to the other place, and waits with the one after it."""
+    num_sums, num_rows, width = 24, 2, 32
+    places = torch.zeros(2, 2, num_rows, width).share_memory_()  # by turn and rank
+    flags = torch.zeros(2, 2, 8, dtype=torch.int32).share_memory_()
+    sums = torch.zeros(2, num_rows, width).share_memory_()
+    flags_at = torch.tensor([each.data_ptr() for each in flags])
+    numbers = torch.arange(float(num_rows * width)).view(num_rows, width)
+
+    def add_all(rank: int) -> None:
+        meetings = torch.zeros(8, dtype=torch.int32)
+        for i in range(num_sums):
+            time.sleep(0.02 * ((i // 3 + rank) % 3 == 0))
+            places[i % 2, rank] = numbers * (i + 1) + rank
+            addresses = torch.tensor([part.data_ptr() for part in places[i % 2]])
+            add_parts(sums[rank], PeerParts(addresses, flags_at, meetings, rank), None)
+
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)  # ends it if the other does not come
+        try:
+            add_all(1)
+        finally:
+            os._exit(0)
+    try:
+        add_all(0)
+        os.waitpid(pid, 0)
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    expected = sum(2 * numbers * (i + 1) + 1 for i in range(num_sums))
+    assert torch.equal(sums, torch.stack([expected] * 2))
 
 
 @needs_kernels
@@ -284,7 +324,7 @@ def test_a_trial_does_not_wait_for_ever_for_a_rank_that_does_not_come() -> None:
     flags = torch.zeros(2, 2, 8, dtype=torch.int32, device=DEVICE)
     flags_at = torch.tensor([each.data_ptr() for each in flags], device=DEVICE)
     add_parts(residual, PeerParts(addresses, flags_at, meetings, 1, most_tries=5), None)
-    assert flags[1, :, 0].tolist() == [0, 1]  # rank 0 has not come
+    assert flags[:, :, 0].tolist() == [[0, 1], [0, 0]]  # rank 1 has, and rank 0 has not
 
 
 @needs_kernels
