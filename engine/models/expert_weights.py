@@ -17,6 +17,7 @@ from outrider.kernels.model.block_scaled_trial import try_block_scaled_product
 from outrider.kernels.model.expert_matrix import (
     Activation,
     ExpertMatrix,
+    is_mxfp4,
     layers_in_first,
     part_of,
     row_format_of,
@@ -29,6 +30,7 @@ from outrider.kernels.model.experts import (
     add_experts,
     expert_activations,
 )
+from outrider.kernels.model.mxfp4_trial import try_mxfp4_few_rows
 from outrider.kernels.model.narrow_matrix import (
     NarrowMatrix,
     RowFormat,
@@ -88,6 +90,8 @@ class StackedExperts(ExpertWeights):
             by_block = matrix.scale.t().clone(memory_format=torch.contiguous_format)
             matrix = matrix._replace(scale=by_block.t())
             try_block_scaled_product(matrix, dtype)
+        elif isinstance(matrix, NarrowMatrix) and is_mxfp4(matrix):
+            try_mxfp4_few_rows(matrix.codes.device, dtype)
         self._matrix, self._num_experts, self._dtype = matrix, num_experts, dtype
         self.shape = (matrix.shape[0], matrix.shape[1])
         self.num_bytes = self._with(None).num_bytes * top_k // num_experts

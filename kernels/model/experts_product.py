@@ -3,7 +3,8 @@
 A program multiplies a tile of rows that share an expert by some of its outputs. Blocks of a plain
 matrix come through shared memory, and so do codes that multiply codes (`scaled_experts.py`). Others
 go from memory straight into the registers of the threads that multiply by them, as in
-`narrow_product.py` or `mxfp4_experts.py`.
+`narrow_product.py` or `mxfp4_experts.py`. On a Hopper GPU, MXFP4 has a kernel of its own for tiles
+of few pairs (`mxfp4_few_rows.py`).
 
 A tile of 128 pairs that is at most half full, as an expert's last often is, is multiplied as one of
 64.
@@ -17,6 +18,7 @@ from torch import Tensor
 from .._dispatch import is_hopper, num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
+from . import mxfp4_few_rows
 from .expert_matrix import MXFP4_GROUP, Activation, ExpertMatrix, Glu, is_mxfp4
 from .mxfp4_experts import mxfp4_sums
 from .narrow_matrix import STEP, NarrowMatrix, has_4_bits
@@ -142,15 +144,18 @@ def experts_product(
     assert isinstance(x, RowCodes) or matrix.shape[1] == rows.shape[1]
     assert rows.stride(-1) == 1
     num_tiles, size = routing.tiles.pairs.shape
+    is_first = activation is not None
+    shape = (num_pairs, num_out) if is_first else (top_k, num_rows, len(outs))
+    out = torch.empty(shape, dtype=x.dtype, device=rows.device)
+    if some is None and mxfp4_few_rows.is_for(rows, layer, routing, activation):
+        mxfp4_few_rows.few_rows_of_experts(out, rows, routing, layer, glu)
+        return out
     if not isinstance(matrix, NarrowMatrix):
         numbers = _of_plain(layer, rows, size)
     else:
         of_kind = _of_mxfp4 if is_mxfp4(matrix) else _of_narrow
         numbers = (_of_scaled if matrix.rounds_inputs else of_kind)(matrix, rows, size)
     num_tiles *= triton.cdiv(len(outs) * (2 if glu else 1), numbers.options["BLOCK_N"])
-    is_first = activation is not None
-    shape = (num_pairs, num_out) if is_first else (top_k, num_rows, len(outs))
-    out = torch.empty(shape, dtype=x.dtype, device=rows.device)
     _experts_kernel[(num_tiles,)](
         out,
         rows,

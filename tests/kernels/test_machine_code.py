@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import INTERPRET
-from outrider.kernels.model import block_scaled_experts
+from outrider.kernels.model import block_scaled_experts, mxfp4_few_rows
 from outrider.kernels.model.attention_items import list_items
 from outrider.kernels.model.block_scaled_experts import tiled_activations, tiled_parts
 from outrider.kernels.model.block_scaled_product import block_scaled_product
@@ -90,7 +90,10 @@ def check(kernels: list[Any]) -> None:
 
 # With 7 steps each is a loop's only one, also in small tiles.
 @pytest.mark.parametrize(("size", "num_in"), [(16, 448), deep(16, 960), deep(64, 960), (128, 960)])
-def test_experts_do_not_overwrite_what_is_multiplied(size: int, num_in: int) -> None:
+def test_experts_do_not_overwrite_what_is_multiplied(
+    size: int, num_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mxfp4_few_rows, "is_for", lambda *_: False)
     with machine_code.launches(machine_code.H100) as kernels:
         layer, int32 = make_experts(num_in), torch.int32
         tiles = ExpertTiles(empty(9, dtype=int32), empty(9, size, dtype=int32))
@@ -99,6 +102,22 @@ def test_experts_do_not_overwrite_what_is_multiplied(size: int, num_in: int) -> 
         experts_product(empty(200, num_in), routing, layer, None)
     assert len(kernels) == 2
     check(kernels)
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
+@pytest.mark.parametrize(("num_rows", "size"), [(8, 16), deep(50, 16), (100, 32), deep(200, 64)])
+def test_few_rows_of_experts_are_converted_once_and_spill_nothing(num_rows: int, size: int) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        layer = make_experts(2880)
+        tiles = ExpertTiles(empty(9, dtype=torch.int32), empty(9, size, dtype=torch.int32))
+        ids, weights = empty(num_rows, 4, dtype=torch.int32), empty(num_rows, 4).float()
+        routing = Routing(ids, weights, tiles)
+        experts_product(empty(num_rows, 2880), routing, layer, Glu(1.7, 7.0, 1.0))
+        experts_product(empty(num_rows * 4, 2880), routing, layer, None)
+    check(kernels)
+    for kernel in kernels:
+        assert kernel.name == "_few_rows_of_experts_kernel"
+        assert not re.search(r"\bSTL\b", machine_code.disassembled(kernel)), "registers are spilled"
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,11 @@ from outrider.kernels.model import (
     attention_parts,
     block_scaled_experts,
     block_scaled_product,
+    e2m1,
     few_rows_attention,
     few_rows_product,
+    mxfp4_few_rows,
+    narrow_numbers,
     prompt_attention,
     row_codes,
     silu_mul,
@@ -55,10 +58,18 @@ _MODULES = {
         ("_experts_kernel", block_scaled_experts, block_scaled_product, silu_mul),
         ("_few_rows_kernel", few_rows_product, silu_mul, dependent_launch),
         ("_cell_by_cell_kernel", state_warpgroups),
+        (
+            "_few_rows_of_experts_kernel",
+            mxfp4_few_rows,
+            narrow_numbers,
+            silu_mul,
+            dependent_launch,
+        ),
     )
 }
 
 
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # numbers by their bytes
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -184,8 +195,11 @@ def _bytes(x: Tensor) -> Tensor:
 class Warps(threading.Thread):
     """Some warps of a program, which run alone until they wait."""
 
-    def __init__(self, program: "Program", function: Callable[..., Any], args: Any) -> None:
+    def __init__(
+        self, program: "Program", function: Callable[..., Any], args: Any, num_warps: int
+    ) -> None:
         super().__init__(daemon=True)
+        self.num_threads = 32 * num_warps
         self._program, self._function, self._args = program, function, args
         self.turn = threading.Semaphore(0)
         self.ready: Callable[[], bool] = lambda: True
@@ -221,8 +235,11 @@ class Program:
         self.error: BaseException | None = None
         self.copies: list[Callable[[], None]] = []
 
-    def warp_specialize(self, functions: list[Any], *_: Any) -> None:
-        warps = [Warps(self, function, args) for function, args in functions]
+    def warp_specialize(self, functions: list[Any], num_warps: Any = (), *_: Any) -> None:
+        warps = [
+            Warps(self, function, args, num)
+            for (function, args), num in zip(functions, (4, *num_warps), strict=True)
+        ]
         for each in warps:
             each.start()
         while not all(each.is_done for each in warps):
@@ -299,13 +316,15 @@ def _interpreted(program: Program, kernel: str) -> dict[str, Any]:
     )
 
     def copy(cache: Any, at: list[Any], barrier: Barrier, part: Shared) -> None:
-        row, column = (int(each) for each in at)
-        rows, columns = part.shape
-        assert cache.block_shape == [rows, columns]
-        source = cache.base[row : row + rows, column : column + columns]
-        source = F.pad(source.view(torch.uint8), (0, 0, 0, rows - len(source))).view(source.dtype)
-        is_bytes = source.dtype == torch.uint8
-        part.store(torch.full(part.shape, 255 if is_bytes else torch.nan).to(source.dtype))
+        assert cache.block_shape == list(part.shape)
+        first = [int(each) for each in at]
+        source = cache.base[tuple(map(slice, first, map(sum, zip(first, part.shape, strict=True))))]
+        # Behind the end there are zeros.
+        missing = [a - b for a, b in zip(part.shape, source.shape, strict=True)]
+        ends = [end for num in reversed(missing) for end in (0, num)]
+        source = F.pad(source.view(_WHOLE[source.itemsize]), ends).view(source.dtype)
+        is_whole = not source.is_floating_point()
+        part.store(torch.full(part.shape, 255 if is_whole else torch.nan).to(source.dtype))
 
         def arrive() -> None:
             part.store(source)
@@ -314,8 +333,23 @@ def _interpreted(program: Program, kernel: str) -> dict[str, Any]:
 
         program.copies.append(arrive)
 
+    def arrive_after_copies(barrier: Barrier, *, increment_count: bool) -> None:
+        assert not increment_count
+        warps = _of_warps()
+        parts, warps.copies[-1] = warps.copies[-1], []
+
+        def arrive() -> None:
+            for part, source in parts:
+                part.store(source)
+            _arrive(barrier, warps.num_threads)
+
+        program.copies.append(arrive)
+
     copies = SimpleNamespace(
-        async_copy_global_to_shared=_copy, commit_group=_commit, wait_group=_wait_for_copies
+        async_copy_global_to_shared=_copy,
+        commit_group=_commit,
+        wait_group=_wait_for_copies,
+        mbarrier_arrive=arrive_after_copies,
     )
     hopper = SimpleNamespace(
         warpgroup_mma=_multiply,
@@ -335,6 +369,8 @@ def _interpreted(program: Program, kernel: str) -> dict[str, Any]:
         "start_of": _start_of,
         "from_e4m3": _from_e4m3,
         "codes_of_groups": _codes_of_groups,
+        "scaled_from_e2m1": _scaled_from_e2m1,
+        "unscaled": lambda sums: sums,
     }
     scopes, stand_ins = [], set(names)
     for module in _MODULES[kernel]:
@@ -435,6 +471,14 @@ def _codes_of_groups(groups: Tensor, code: Any) -> tuple[Tensor, Tensor]:
     return rows.codes, rows.scale[:, 0]
 
 
+def _scaled_from_e2m1(
+    words: Tensor, exponent: Tensor, is_high: bool, dtype: Any, in_pairs: bool
+) -> Tensor:
+    codes = e2m1.unpack(words.contiguous()).view(torch.uint8)
+    numbers = torch.tensor(e2m1.VALUES)[(codes >> 4 if is_high else codes & 15).long()]
+    return torch.ldexp(numbers, exponent[:, None] - 127).to(dtype)
+
+
 class _Barriers:
     def __init__(self, num: int) -> None:
         self._all = [Barrier() for _ in range(num)]
@@ -468,6 +512,7 @@ def _language(program: Program) -> Any:
         BlockedLayout=layout,
         SliceLayout=layout,
         DotOperandLayout=layout,
+        DistributedLinearLayout=layout,
         SwizzledSharedLayout=layout,
         static_range=range,
         pointer_type=lambda dtype: dtype,
@@ -476,7 +521,7 @@ def _language(program: Program) -> Any:
         allocate_shared_memory=allocate,
         warp_specialize=program.warp_specialize,
         debug_barrier=lambda: None,
-        load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
+        load=lambda pointer, mask=None, other=0, **_: pointer.load(mask, other),
         store=lambda pointer, value, mask=None: pointer.store(value, mask),
         arange=lambda first, end, layout=None: torch.arange(first, end, dtype=torch.int32),
         zeros=lambda shape, dtype, layout=None: torch.zeros(*shape, dtype=dtype),
@@ -494,6 +539,7 @@ def _language(program: Program) -> Any:
         reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, order: x.permute(order),
         split=lambda x: x.unbind(-1),
-        convert_layout=lambda x, layout: x,
+        convert_layout=lambda x, layout, **_: x,
+        join=lambda a, b: torch.stack((a, b), -1),
         inline_asm_elementwise=lambda code, registers, values, *_, **__: values[0],
     )
