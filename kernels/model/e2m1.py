@@ -1,7 +1,8 @@
 """Numbers of 4 bits (e2m1) in 16: a sign, two bits of exponent and a digit behind the point.
 
 Eight share a word. They do not stand there one behind the other, but where one shift takes two of
-them to their places in two 16-bit numbers, most often sign and all: 15 instructions convert eight.
+them to their places in two 16-bit numbers, most often sign and all: 13 instructions convert eight
+to bfloat16.
 """
 
 import torch
@@ -13,10 +14,16 @@ from ..triton_or_none import tl, triton
 # The largest exponent of a scale, 127 too large, that `scaled_from_e2m1` takes.
 MOST_EXPONENT = 192
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# Of four pairs in a word, each with a number in either half of it: the bit of the sign, the lowest
-# bit of exponent and digit, and the lowest bit of the nibble in a word of plain nibbles. The second
-# number is 16 bits further on, in plain nibbles 8.
-_PAIRS = ((15, 6, 0), (12, 3, 16), (14, 0, 4), (13, 9, 20))
+# Of four pairs in a word, each with a number in either half of it: which bits of the numbers are
+# rotated to the left, and how far, from the lowest bits of the halves; and the lowest bit of the
+# nibble in a word of plain nibbles. The second number is 16 bits further on, in plain nibbles 8.
+# For bfloat16 three pairs take one rotation each, and the last one a shift of its lowest bit.
+_PAIRS = (
+    (((7, 0), (8, 6)), 0),
+    (((7, 4), (8, 10)), 16),
+    (((7, 10), (8, 16)), 4),
+    (((6, 6), (8, 12), (1, 14)), 20),
+)
 # Scaled numbers are kept this many powers of two too small, so that scales up to 2^65 fit. They are
 # exact from scales of 2^-68 on.
 _SHIFT = 64
@@ -40,20 +47,27 @@ _FLOAT16_SCALES = tl.constexpr((15 + 14 - 8 - _SCALE_BIAS) * 0x04000400)
 def pack(words: Tensor) -> Tensor:
     """Words of eight plain nibbles, int32, as they are kept."""
     packed = torch.zeros_like(words)
-    for sign, magnitude, place in _PAIRS:
+    for moves, place in _PAIRS:
         both = words >> place & 0x0F0F
         both = (both | both << 8) & 0x000F000F
-        packed |= (both & 0x00070007) << magnitude | (both >> 3 & 0x00010001) << sign
+        for bits, left in moves:
+            packed |= _rotated(both & bits * 0x00010001, left)
     return packed
 
 
 def unpack(words: Tensor) -> Tensor:
     """The inverse of `pack`."""
     plain = torch.zeros_like(words)
-    for sign, magnitude, place in _PAIRS:
-        both = words >> magnitude & 0x00070007 | (words >> sign & 0x00010001) << 3
+    for moves, place in _PAIRS:
+        both = torch.zeros_like(words)
+        for bits, left in moves:
+            both |= _rotated(words, -left % 32) & bits * 0x00010001
         plain |= ((both | both >> 8) & 0x0F0F) << place
     return plain
+
+
+def _rotated(words: Tensor, left: int) -> Tensor:
+    return words << left | words >> (32 - left) & (1 << left) - 1 if left else words
 
 
 def pack_scales(scale: Tensor) -> Tensor:
@@ -83,21 +97,35 @@ def _asm(magnitude_at: int, fma: str, high: bool) -> str:
     Exponents count from another number in the wider format; the factor makes up for that, exactly,
     also for 0.5 and 0. It does so in an fma because sm_80 has no mul of bfloat16.
     """
-    signs, magnitudes = 0x80008000, 0x00070007 << magnitude_at
-    lines = [".reg .b32 s, u, z;", f"mov.b32 z, {signs:#x};"]  # -0 keeps the sign of a product
-    for i, (sign, magnitude, _) in enumerate(_PAIRS[2:] if high else _PAIRS[:2]):
-        left = magnitude_at - magnitude
-        lines.append(f"{'shl' if left >= 0 else 'shr'}.b32 u, $4, {abs(left)};")
-        if left == 15 - sign:
-            lines.append(f"and.b32 u, u, {signs | magnitudes:#x};")
-        else:
-            lines.append(f"and.b32 u, u, {magnitudes:#x};")
-            lines.append(f"shl.b32 s, $4, {15 - sign};")
-            lines.append(f"and.b32 s, s, {signs:#x};")
-            lines.append("or.b32 u, u, s;")
+    lines = [".reg .b32 s, u, z;", "mov.b32 z, 0x80008000;"]  # -0 keeps the sign of a product
+    for i, (moves, _) in enumerate(_PAIRS[2:] if high else _PAIRS[:2]):
+        masks: dict[int, int] = {}  # by how far their bits are to the left of them
+        for bits, left in moves:
+            right = left - (12 if bits == 8 else magnitude_at)
+            mask = (bits << (12 if bits == 8 else magnitude_at)) * 0x00010001
+            masks[right] = masks.get(right, 0) | mask
+        for each, (right, mask) in enumerate(sorted(masks.items(), key=lambda item: item[0] != 0)):
+            if right == 0:
+                source = "$4"
+            else:
+                lines.append(_shifted(right, mask))
+                source = "s"
+            lines.append(f"and.b32 {'s' if each else 'u'}, {source}, {mask:#x};")
+            if each:
+                lines.append("or.b32 u, u, s;")
         lines.append(f"{fma} u, u, $5, z;")
         lines.append(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, u;")
     return "{" + " ".join(lines) + "}"
+
+
+def _shifted(right: int, mask: int) -> str:
+    """Takes to this mask what is so far to the left of it in $4, or to the right if negative."""
+    if right < 0:
+        assert mask >> -right << -right == mask  # nothing comes from the other end
+        return f"shl.b32 s, $4, {-right};"
+    if mask << right < 1 << 32:
+        return f"shr.b32 s, $4, {right};"
+    return f"shf.r.wrap.b32 s, $4, $4, {right};"
 
 
 _BFLOAT16_LOW = tl.constexpr(_asm(6, "fma.rn.bf16x2", high=False))
@@ -109,15 +137,23 @@ _FLOAT16_HIGH = tl.constexpr(_asm(9, "fma.rn.f16x2", high=True))
 @triton.jit
 def _plain_nibbles(words):
     """`unpack` in a kernel."""
-    return (
-        _plain_pair(words, 15, 6) | _plain_pair(words, 12, 3) << 16
-        | _plain_pair(words, 14, 0) << 4 | _plain_pair(words, 13, 9) << 20
-    )  # fmt: skip
+    first = _moved(words, 7, 0) | _moved(words, 8, 6)
+    second = _moved(words, 7, 4) | _moved(words, 8, 10)
+    third = _moved(words, 7, 10) | _moved(words, 8, 16)
+    fourth = _moved(words, 6, 6) | _moved(words, 8, 12) | _moved(words, 1, 14)
+    return _pair(first) | _pair(second) << 16 | _pair(third) << 4 | _pair(fourth) << 20
 
 
 @triton.jit
-def _plain_pair(words, SIGN: tl.constexpr, MAGNITUDE: tl.constexpr):
-    both = ((words >> MAGNITUDE) & 0x00070007) | (((words >> SIGN) & 0x00010001) << 3)
+def _moved(words, BITS: tl.constexpr, LEFT: tl.constexpr):
+    """A part of a pair's numbers, rotated back."""
+    if LEFT > 0:
+        words = ((words >> LEFT) & ((1 << (32 - LEFT)) - 1)) | (words << (32 - LEFT))
+    return words & (BITS * 0x00010001)
+
+
+@triton.jit
+def _pair(both):
     return (both | (both >> 8)) & 0x0F0F
 
 
