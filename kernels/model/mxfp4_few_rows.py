@@ -114,7 +114,7 @@ def few_rows_of_experts(
 
 def _num_stages(of_all: int, rows: int, tiling: _Tiling, device: torch.device) -> int:
     """How many stages are copied ahead, `of_all` inputs or as many as shared memory holds."""
-    stage = tiling.tiles * _OUTS.value * (4 * _WORDS.value + _GROUPS.value)
+    stage: int = tiling.tiles * _OUTS.value * (4 * _WORDS.value + _GROUPS.value)
     stage += 2 * _INPUTS.value * rows
     # A multiprocessor takes a kilobyte for itself, for each program.
     num_bytes = (shared_bytes(device) + 1024) // tiling.programs - 1024 - _BARRIERS

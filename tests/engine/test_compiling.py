@@ -12,11 +12,12 @@ from tiny_models import DEVICE, VOCAB
 from outrider.engine import worker
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
-from outrider.engine.models import attention, narrow_weight, proof
+from outrider.engine.models import attention, expert_weights, narrow_weight, proof
+from outrider.engine.models.expert_weights import StackedExperts
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import captured_shapes, short_batches
 from outrider.engine.state.slots import Slots
-from outrider.kernels.model.narrow_matrix import round_to_fp8
+from outrider.kernels.model.narrow_matrix import narrow_matrix, round_to_fp8
 
 
 @pytest.mark.parametrize("proposer", ["draft_model", "suffix"])
@@ -106,6 +107,20 @@ def test_prompts_in_fp8_are_tried_by_their_kernel_where_a_matrix_is_loaded(
     matrix = round_to_fp8(torch.zeros(16, 16), rounds_inputs=True)
     narrow_weight.Scaled(matrix, torch.bfloat16)
     assert tried == [(matrix, torch.bfloat16)]
+
+
+def test_few_rows_of_mxfp4_experts_are_tried_where_a_matrix_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[tuple[object, ...]] = []
+    monkeypatch.setattr(expert_weights, "try_mxfp4_few_rows", lambda *args: tried.append(args))
+    codes, scale = torch.zeros(8, 64), torch.ones(2, 8)
+    plain = narrow_matrix("fp4", codes.to(torch.uint8), scale, group=32)
+    StackedExperts(plain, 2, 1, torch.bfloat16)
+    assert not tried
+    powers = plain._replace(scale=scale.to(torch.float8_e8m0fnu))
+    StackedExperts(powers, 2, 1, torch.bfloat16)
+    assert tried == [(codes.device, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("rows_per_seq", [1, 4, 5, 9])
