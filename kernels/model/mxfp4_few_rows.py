@@ -82,9 +82,8 @@ def few_rows_of_experts(
     num_out = layer.num_out // (2 if glu else 1)
     num_tiles, size = routing.tiles.pairs.shape
     rows = 8 if num_rows <= 8 else size  # that may be pairs of one expert
-    tiling = _tiling(rows)
+    tiling, half = _tiling(rows), _HALF.value
     tiles = tiling.tiles
-    half = _HALF.value
     # The second half of a warpgroup's outputs is `up` or, without a gate, the next ones.
     halves = (2 * layer.num_experts, num_out) if glu else (matrix.shape[0] // half, half)
     codes = TensorDescriptor.from_tensor(
@@ -152,7 +151,6 @@ def _copy(
         x_row = gl.where(is_pair, pair // TOP_K if GATED else pair, 0)
         k = gl.arange(0, _INPUTS, gl.SliceLayout(0, COPIED))[None, :]
         x_at = x_row[:, None] * x_stride + k
-        is_pair = is_pair[:, None]
         if not GATED:
             wait_for_inputs(DEPENDENT)
         for stage in range(num_stages):
@@ -163,7 +161,7 @@ def _copy(
                     stage, codes, scales, boxes, exponents, has, half, first, GATED, STAGES, TILES
                 )
             start = stage * _INPUTS
-            mask = is_pair & (start + k < NUM_IN)
+            mask = is_pair[:, None] & (start + k < NUM_IN)
             cp.async_copy_global_to_shared(x_stages.index(slot), x_ptr + start + x_at, mask=mask)
             cp.mbarrier_arrive(has.index(slot), increment_count=False)
     elif not GATED:
@@ -339,25 +337,16 @@ def _few_rows_of_experts_kernel(
     codes,  # [experts * outputs, NUM_IN / 8] words: a descriptor
     scales,  # [groups, experts * outputs], exponents, 127 too large: a descriptor
     bias_ptr,  # [experts * outputs], or None
-    alpha,
-    limit,
-    shift,
-    num_rows,
+    alpha, limit, shift, num_rows,
     num_out,  # of the gate or, not GATED, in all
-    x_stride,
-    num_experts,
-    num_stages,
-    TOP_K: gl.constexpr,
-    NUM_IN: gl.constexpr,
-    GATED: gl.constexpr,
-    SIZE: gl.constexpr,
+    x_stride, num_experts, num_stages, TOP_K: gl.constexpr, NUM_IN: gl.constexpr,
+    GATED: gl.constexpr, SIZE: gl.constexpr,
     ROWS: gl.constexpr,  # of a tile that may be pairs
-    TILES: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILES: gl.constexpr, STAGES: gl.constexpr,
     WARPS: gl.constexpr,  # of each part of a program after the first
     REGISTERS: gl.constexpr,  # of their threads
     DEPENDENT: gl.constexpr,
-):
+):  # fmt: skip
     """Each program: TILES times 64 outputs of one tile of pairs."""
     X: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     NUM: gl.constexpr = STAGES * TILES
