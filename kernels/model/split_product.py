@@ -165,7 +165,7 @@ def _add_parts_kernel(
     if num_real_ptr is not None:  # written before the pass
         has_parts = mask & (row < tl.load(num_real_ptr))
     wait_for_inputs(DEPENDENT)
-    # The first part is loaded last, and all volatile, so the order stands: ptxas, to save registers,
+    # The first part is loaded last, and all volatile, so the order stands: to save registers, ptxas
     # would load many one after another, each once some before it are added.
     ORDERED: tl.constexpr = SPLITS > 2
     residual_at = residual_ptr + row * residual_stride + n
