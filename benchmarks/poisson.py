@@ -1,14 +1,14 @@
 """Time to the first token, and gaps between tokens, while requests arrive at random.
 
     python benchmarks/poisson.py [--tokens-in 8192] [--tokens-out 512] [--load 0.5 0.8 0.95]
-        [--requests 64] [--at-once 32] [--set-acceptance "2.7 3"] [-- ARGUMENTS OF SERVE]
+        [--requests 64] [--at-once 32] [--tokens-a-step 2.7] [-- ARGUMENTS OF SERVE]
 
 First the capacity is measured: requests a second when `--at-once` clients send one after the other.
 Then requests arrive as a Poisson process at each share of it. Prompts are random token ids, so that
 none is cached. A gap is the time between two events of a stream, which brings the tokens of a step.
 Without a load (`--load`, and nothing behind it) only the capacity is measured. With
---set-acceptance, for a head of random weights, steps give that many tokens on the average, at that
-k if one follows, whatever the models say: see set_acceptance.py.
+--tokens-a-step, for a head of random weights, steps give that many on the average, whatever the
+models say, at each k or at that of --at-k: see set_acceptance.py.
 """
 
 import argparse
@@ -116,12 +116,16 @@ def main() -> None:
     parser.add_argument("--load", type=float, nargs="*", default=[0.5, 0.8, 0.95])
     parser.add_argument("--requests", type=int, default=64, help="of the capacity and each load")
     parser.add_argument("--at-once", type=int, default=32)
-    parser.add_argument("--set-acceptance", metavar="'TOKENS_A_STEP [AT_K]'")
+    parser.add_argument("--tokens-a-step", type=float, help="set acceptance; for random weights")
+    parser.add_argument("--at-k", type=int, help="the k that --tokens-a-step is for; every k")
     args = parser.parse_args(sys.argv[1:at])
     shape = Shape(args.tokens_in, args.tokens_out, args.vocab_size)
     log = Path(tempfile.mkdtemp(prefix="outrider-poisson-")) / "serve.log"
     arguments = sys.argv[at + 1 :]
-    with serving(log, arguments, set_acceptance=args.set_acceptance) as server:
+    acceptance = {"tokens_a_step": args.tokens_a_step, "at_k": args.at_k}
+    with serving(log, arguments, **acceptance) as server:
+        if args.tokens_a_step is not None:
+            print(f"SET ACCEPTANCE: {args.tokens_a_step:g} tokens a step, whatever the models say")
         Console().print(asyncio.run(measure(server, shape, args)))
 
 

@@ -2,11 +2,11 @@
 
     python benchmarks/predictions.py [--clients 1 8 32 64] [--rounds 2] [-- ARGUMENTS OF SERVE]
 
-Each client sends one prompt of random token ids, all at once. First nobody has drafts. Then all
-have what the server chooses by itself, and lookups alone, at temperature 1, where hardly anything
-repeats, and at 0. Then, at 0, every request predicts the answer that plain decoding gave: it is
-asked for again. In the last column, at 1, one client of all asks for a penalty, and the server
-chooses. Tokens a second, the best of the rounds, prompts cached.
+Each client sends one prompt of random token ids, all at once: plain, without drafts; with what the
+server chooses by itself; with lookups alone, at temperature 1, where hardly anything repeats, and
+at 0. Predicted, at 0: every request predicts the answer that plain decoding gave. A penalty, at 1:
+one client of all asks for one, and the server chooses. Tokens a second, the best of the rounds;
+prompts are cached, by a round in front that is not timed.
 For models of random weights: see published_shapes.py --served.
 """
 
@@ -30,15 +30,18 @@ PENALTY: dict[str, object] = {"frequency_penalty": 0.1}
 
 
 async def ask_all(
-    server: Serving, fields: Sequence[dict[str, object]], args: argparse.Namespace, heat: float
+    server: Serving,
+    fields: Sequence[dict[str, object]],
+    args: argparse.Namespace,
+    temperature: float,
 ) -> tuple[float, list[Streamed]]:
     """Tokens a second, and the answers, of a client for each of these."""
-    ids = range(300, args.vocab_size)
+    ids = range(200, args.vocab_size)
     prompts = [random.Random(i).choices(ids, k=args.tokens_in) for i in range(len(fields))]
     start_s = time.perf_counter()
     answers = await asyncio.gather(
         *(
-            stream(server, prompt, args.tokens_out, seed=i, temperature=heat, **more)
+            stream(server, prompt, args.tokens_out, seed=i, temperature=temperature, **more)
             for i, (prompt, more) in enumerate(zip(prompts, fields, strict=True))
         )
     )
@@ -47,33 +50,46 @@ async def ask_all(
 
 
 async def best(
-    server: Serving, fields: Sequence[dict[str, object]], args: argparse.Namespace, heat: float
+    server: Serving,
+    fields: Sequence[dict[str, object]],
+    args: argparse.Namespace,
+    temperature: float,
 ) -> float:
-    rates = [(await ask_all(server, fields, args, heat))[0] for _ in range(args.rounds)]
+    rates = [(await ask_all(server, fields, args, temperature))[0] for _ in range(args.rounds)]
     return max(rates)
 
 
 async def measure(server: Serving, args: argparse.Namespace) -> Table:
     table = Table(title="tokens a second (over plain)")
-    for head in ("clients", "heat", "plain", "own choice", "lookups alone", "right", "a penalty"):
+    for head in ("clients", "temperature", "plain", "chosen", "lookups", "predicted", "a penalty"):
         table.add_column(head)
     for num in args.clients:
-        for heat in (0.0, 1.0):
-            await ask_all(server, [{}] * num, args, heat)  # so that nothing is for the first time
-            tries = [await ask_all(server, [PLAIN] * num, args, heat) for _ in range(args.rounds)]
+        for temperature in (0.0, 1.0):
+            await ask_all(
+                server, [{}] * num, args, temperature
+            )  # so that nothing is for the first time
+            tries = [
+                await ask_all(server, [PLAIN] * num, args, temperature) for _ in range(args.rounds)
+            ]
             plain, answers = max(tries, key=lambda one: one[0])
             rates = {
-                "own": await best(server, [{}] * num, args, heat),
-                "lookups": await best(server, [LOOKUPS] * num, args, heat),
+                "chosen": await best(server, [{}] * num, args, temperature),
+                "lookups": await best(server, [LOOKUPS] * num, args, temperature),
             }
-            if heat:
-                rates["penalty"] = await best(server, [PENALTY, *[{}] * (num - 1)], args, heat)
+            if temperature:
+                rates["penalty"] = await best(
+                    server, [PENALTY, *[{}] * (num - 1)], args, temperature
+                )
             else:
-                rates["right"] = await best(server, list(map(predicting, answers)), args, heat)
+                rates["predicted"] = await best(
+                    server, list(map(predicting, answers)), args, temperature
+                )
             cells = {name: f"{rate:.0f} ({rate / plain:.2f})" for name, rate in rates.items()}
-            print(f"{num} clients at {heat:g}: plain {plain:.0f}, {cells}", flush=True)
-            names = ("own", "lookups", "right", "penalty")
-            table.add_row(f"{num}", f"{heat:g}", f"{plain:.0f}", *(cells.get(n, "") for n in names))
+            print(f"{num} clients at {temperature:g}: plain {plain:.0f}, {cells}", flush=True)
+            names = ("chosen", "lookups", "predicted", "penalty")
+            table.add_row(
+                f"{num}", f"{temperature:g}", f"{plain:.0f}", *(cells.get(n, "") for n in names)
+            )
     return table
 
 

@@ -5,12 +5,12 @@
 SHAPE is one of SHAPES below. With --fp8 the linear layers are in FP8 with a scale for each block
 of 128 x 128, as Qwen publishes them. With --tiny all is narrow, so that the way to a table can be
 tried on a CPU; with --layers the target has fewer, for a look at a layer's kernels. FOLDER gets the
-target; FOLDER/eagle3 or FOLDER/mtp its head, if there is one.
+target, in place of what was there; FOLDER/eagle3 or FOLDER/mtp its head, if there is one.
 
 A file of torch.save keeps one block of random numbers, and every weight is a part of it that
 begins elsewhere: 2 GB for 141. On a GPU each weight is a tensor of its own, as with real ones. An
 MTP head lies in a folder of its own, in safetensors, which must not share numbers. With --served
-all is, as a server reads no other files; each token of the tokenizer has a text of its own.
+all is in safetensors, as a server reads no other files, and an MTP head lies with its target.
 
 The tables in docs/performance.md and more, on an H200; each prints its rows as they are done:
 
@@ -32,6 +32,12 @@ The tables in docs/performance.md and more, on an H200; each prints its rows as 
     python benchmarks/engine.py /tmp/m /tmp/m/eagle3 --k 0 3 --best-of 0 --tokens-a-step 2.7 \
         --temperature 1 --batch-invariant --once
 
+Over HTTP:
+
+    python benchmarks/published_shapes.py qwen3-8b /tmp/m --served
+    python benchmarks/poisson.py --tokens-a-step 2.7 --at-k 3 -- /tmp/m --draft /tmp/m/eagle3
+    python benchmarks/predictions.py -- /tmp/m --draft /tmp/m/eagle3
+
 On two H200s:
 
     python benchmarks/published_shapes.py llama-3.1-70b /tmp/m
@@ -43,6 +49,7 @@ On two H200s:
 import argparse
 import json
 import math
+import shutil
 import string
 import time
 from itertools import islice, product
@@ -356,18 +363,21 @@ def save(shape: str, folder: Path, config: dict[str, Any], *, served: bool = Fal
     target.model()
     _save(folder, config)
     save_tokenizer(folder, config["vocab_size"])
-    save_tensors(target.tensors, folder)
     if "mtp_num_hidden_layers" in config:
         head = Checkpoint(config, numbers)
         head.mtp_head()
-        _save(folder / "mtp", config)
-        _save_safetensors(head.tensors, folder / "mtp")
+        if served:
+            target.tensors |= head.tensors
+        else:
+            _save(folder / "mtp", config)
+            _save_safetensors(head.tensors, folder / "mtp")
     elif shape not in _NO_HEAD:
         head_config = eagle3_config(config)
         head = Checkpoint(head_config, numbers)
         head.eagle3_head()
         _save(folder / "eagle3", head_config)
         save_tensors(head.tensors, folder / "eagle3")
+    save_tensors(target.tensors, folder)
 
 
 def _save_block(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -394,19 +404,23 @@ def _save_safetensors(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def _save(folder: Path, config: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.*"):
-        old.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A token for each byte; each of the others is a word of its own, with a space in front."""
-    tokens, letters = sorted(ByteLevel.alphabet()), string.ascii_lowercase
-    words = (f"Ġ{''.join(word)}" for size in (3, 4) for word in product(letters, repeat=size))
-    tokens += islice(words, vocab_size - len(tokens))
+    """A token for each character of ASCII; each of the others is a space and up to four letters.
+
+    So the text of any tokens is, but for chance, read as these tokens again.
+    """
+    characters = [i if 33 <= i < 127 else 256 + min(i, 33) for i in range(128)]  # in a vocabulary
+    letters = string.ascii_lowercase
+    every = ("".join(word) for size in range(1, 5) for word in product(letters, repeat=size))
+    words = list(islice(every, vocab_size - len(characters)))
+    tokens = [*map(chr, characters), *(f"Ġ{word}" for word in words)]
     numbers = {token: i for i, token in enumerate(tokens)}
-    backend = Tokenizer(BPE(numbers, [], ignore_merges=True))
+    backend = Tokenizer(BPE(numbers, [(f"Ġ{word[:-1]}", word[-1]) for word in words]))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=tokens[-1]).save_pretrained(folder)
 

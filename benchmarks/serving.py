@@ -47,18 +47,22 @@ class Serving:
 
 @contextmanager
 def serving(
-    log: Path, arguments: Sequence[str], *, set_acceptance: str | None = None
+    log: Path,
+    arguments: Sequence[str],
+    *,
+    tokens_a_step: float | None = None,
+    at_k: int | None = None,
 ) -> Iterator[Serving]:
     """`outrider serve` with these arguments, on a port of its own, until the block is left.
 
-    `set_acceptance`: "TOKENS_A_STEP" or "TOKENS_A_STEP AT_K", as set_acceptance.py means them.
+    With `tokens_a_step` its acceptance is set, as set_acceptance.py does it.
     """
     command = [sys.executable, "-P", "-m", "outrider.server", "serve", "--port", "0", *arguments]
     env = dict(os.environ)
-    if set_acceptance is not None:
-        here = Path(__file__).parent
-        paths = [here / "in_every_process", here, *filter(None, [env.get("PYTHONPATH")])]
-        env |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "SET_ACCEPTANCE": set_acceptance}
+    if tokens_a_step is not None:
+        paths = [Path(__file__).parent / "in_every_process", env.get("PYTHONPATH")]
+        env["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
+        env["SET_ACCEPTANCE"] = f"{tokens_a_step} {'' if at_k is None else at_k}"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
     try:
