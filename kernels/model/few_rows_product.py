@@ -78,7 +78,8 @@ def _num_stages(rows: int, tiles: int, groups: int, device: torch.device) -> int
 def _tiles_of(num_out, BOX: gl.constexpr):
     """The first tile of a program, and how many it has: one a warpgroup, or one fewer.
 
-    The last programs have fewer: they start last, where the kernel that makes the rows still runs.
+    Of each split the last programs have fewer: they start last, where the kernel that makes the
+    rows still runs.
     """
     num_tiles, here = (num_out + BOX - 1) // BOX, gl.program_id(0)
     each, more = num_tiles // gl.num_programs(0), num_tiles % gl.num_programs(0)

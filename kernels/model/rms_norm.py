@@ -43,7 +43,7 @@ def rms_norm(
 
 
 def block_of_row(width: int) -> dict[str, int]:
-    """How a program takes a whole row; the order of a norm's sum depends on it."""
+    """How a program takes a row, or part of one; the order of a norm's sum depends on it."""
     block = max(4, triton.next_power_of_2(width))
     return {"BLOCK": block, "num_warps": max(1, min(16, block // 128))}
 
@@ -117,7 +117,7 @@ def inverse_rms(squares, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """x.to(dtype), two numbers at a time: one by one, a GPU takes a quarter of the speed."""
+    """x.to(dtype), in pairs: one by one, a GPU converts at a quarter of the rate."""
     if _IN_PAIRS and dtype == tl.bfloat16:
         y = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], tl.bfloat16, is_pure=True, pack=2

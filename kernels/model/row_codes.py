@@ -33,7 +33,7 @@ from .rms_norm import (
 _INTERPRET = tl.constexpr(INTERPRET)
 _MAX_INT8 = 127.0
 _MIN_SCALE = 1e-12  # a row of zeros has some scale
-_AT_ONCE = 4096  # numbers of a program, if a row has more in groups
+_AT_ONCE = 4096  # numbers that a program rounds, if a row has several groups
 
 
 class RowCodes(NamedTuple):
@@ -67,7 +67,7 @@ def round_rows(x: Tensor, format_: RowFormat, norm: Norm | None = None) -> RowCo
     assert isinstance(rows, RowCodes)
     width = format_.width
     if norm is None and format_.num_groups > 1:
-        width = min(width, _AT_ONCE)
+        width = min(width, max(_AT_ONCE, format_.group))
     _round_rows_kernel[len(x), triton.cdiv(format_.width, width)](
         x_ptr=x,
         norm_ptr=norm.weight if norm is not None else None,

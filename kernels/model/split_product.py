@@ -208,7 +208,11 @@ def _meet(
     MOST_ROWS: tl.constexpr,
     MOST_TRIES: tl.constexpr,
 ):
-    """Wait for the program of the same row on all other ranks, whose parts are there then."""
+    """Wait for the program of the same row on all other ranks, whose parts are there then.
+
+    Counts of meetings wrap after 2^31, within days. Programs that do not fit on a GPU at once must
+    start in the same order on all, as they do: by their number.
+    """
     row = tl.program_id(0)
     meeting = tl.load(meetings_ptr + row) + 1
     # Only the others: a release waits until all memory has what this rank has written.
@@ -220,11 +224,11 @@ def _meet(
         flag = own + (rank + i) % RANKS * MOST_ROWS + row
         seen = meeting - 1
         if MOST_TRIES == 0:
-            while seen < meeting:
+            while seen - meeting < 0:
                 seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         else:
             tries = 0
-            while (seen < meeting) & (tries < MOST_TRIES):
+            while (seen - meeting < 0) & (tries < MOST_TRIES):
                 seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
                 tries += 1
     tl.store(meetings_ptr + row, meeting)

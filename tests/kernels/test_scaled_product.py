@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import traceback
 
 import pytest
 import torch
@@ -250,6 +251,14 @@ def test_gates_round_what_they_store_otherwise(
     check_codes(got, round_rows(multiplied, row_format))
 
 
+@needs_kernels
+@pytest.mark.parametrize("group", [128, 8192])
+def test_wide_rows_are_rounded_in_parts_of_whole_groups(group: int) -> None:
+    x = normals()(3, 16384)
+    row_format = RowFormat(torch.float8_e4m3fn, group, 16384 // group, 16384)
+    check_codes(round_rows(x, row_format), round_rows_reference(x, row_format))
+
+
 def check_codes(got: Rows, expected: RowCodes) -> None:
     assert isinstance(got, RowCodes)
     assert got.dtype == expected.dtype
@@ -282,16 +291,21 @@ def test_parts_are_added_where_they_lie_once_their_ranks_have_come() -> None:
 @needs_kernels
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="forks this process")
 def test_ranks_that_come_late_in_turn_add_the_same_parts() -> None:
-    """Who is ahead writes its next part to the other place, and waits with the one after it."""
+    """Who is ahead writes its next part to the other place, and waits with the one after it.
+
+    On the way the counts of their meetings wrap.
+    """
+    first = 2**31 - 10
     num_sums, num_rows, width = 24, 2, 32
     places = torch.zeros(2, 2, num_rows, width).share_memory_()  # by turn and rank
-    flags = torch.zeros(2, 2, 8, dtype=torch.int32).share_memory_()
+    flags = torch.full((2, 2, 8), first, dtype=torch.int32).share_memory_()
     sums = torch.zeros(2, num_rows, width).share_memory_()
     flags_at = torch.tensor([each.data_ptr() for each in flags])
     numbers = torch.arange(float(num_rows * width)).view(num_rows, width)
 
     def add_all(rank: int) -> None:
-        meetings = torch.zeros(8, dtype=torch.int32)
+        signal.alarm(60)  # ends it if the other does not come
+        meetings = torch.full((8,), first, dtype=torch.int32)
         for i in range(num_sums):
             time.sleep(0.02 * ((i // 3 + rank) % 3 == 0))
             places[i % 2, rank] = numbers * (i + 1) + rank
@@ -300,17 +314,20 @@ def test_ranks_that_come_late_in_turn_add_the_same_parts() -> None:
 
     pid = os.fork()
     if pid == 0:
-        signal.alarm(30)  # ends it if the other does not come
         try:
             add_all(1)
-        finally:
-            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
     try:
         add_all(0)
-        os.waitpid(pid, 0)
+        assert os.waitpid(pid, 0)[1] == 0
     except BaseException:
         os.kill(pid, signal.SIGKILL)
         raise
+    finally:
+        signal.alarm(0)
     expected = sum(2 * numbers * (i + 1) + 1 for i in range(num_sums))
     assert torch.equal(sums, torch.stack([expected] * 2))
 
