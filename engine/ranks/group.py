@@ -30,10 +30,8 @@ _CONNECTS_WITHIN = timedelta(seconds=30)
 _torch_dist: Any = dist
 # One name before torch 2.13, the other since.
 _gather = getattr(dist, "all_gather_single", None) or _torch_dist.all_gather_into_tensor
-# Private up to torch 2.13.
-_abort = (
-    getattr(dist, "abort_process_group", None) or _torch_dist.distributed_c10d._abort_process_group
-)
+# Private in torch 2.13 still; all that is public is a call that NCCL wants of all ranks.
+_abort = _torch_dist.distributed_c10d._abort_process_group
 
 
 def path_of(fd: int) -> str:
