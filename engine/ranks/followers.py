@@ -286,13 +286,18 @@ def _shared_draft(config: EngineConfig) -> dict[str, Any] | None:
 
 
 def _end(followers: list[_Follower], lost: _Loss, group: RankGroup) -> None:
-    if lost.reason is None:
-        group.finish()  # nothing here waits for them on a GPU any more
+    # While they live, or what this rank has launched may wait for them for ever. If one is lost it
+    # may do so anyway: then this process ends meanwhile.
+    group.finish()
     lost.want_end()
     for follower in followers:
         follower.process.kill()
     for follower in followers:
         follower.process.wait()
         follower.connection.close()
-    group.leave()
-    lost.note_end()  # until then, this process ends if a lost rank keeps it waiting
+    try:
+        group.leave()
+    except Exception:  # less than what made them end, which is on its way
+        log.exception("the ranks could not leave each other")
+    finally:
+        lost.note_end()  # until then, this process ends if a lost rank keeps it waiting

@@ -5,6 +5,7 @@ them; all ranks must make the same calls in the same order.
 """
 
 import contextlib
+import ctypes
 import logging
 import os
 import weakref
@@ -120,13 +121,20 @@ class RankGroup:
         self._phases.add(phase)
 
     def finish(self) -> None:
-        """Wait for what this rank has launched on a GPU, while the others still live."""
+        """Wait for what this rank has launched on a GPU, so that peers' memory can be freed.
+
+        To free it waits as well, but keeps the GIL: while a pass waits for a lost rank, for ever,
+        no thread could end this process. And it aborts the process if the GPU has failed.
+        """
         if self._has_joined and self._on_gpu:
-            with contextlib.suppress(RuntimeError):  # of a step that has failed
+            try:
                 torch.cuda.synchronize()
+            except RuntimeError:  # of a step that has failed
+                # Never freed, at the interpreter's end either.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._peers))
 
     def leave(self) -> None:
-        """Whether or not the other ranks still live."""
+        """Whether or not the other ranks still live; `finish` comes first."""
         self.is_apart = True
         if not self._has_joined:
             return

@@ -1,0 +1,85 @@
+"""How ranks part, and what is said if a GPU or a follower fails: with stand-ins for both."""
+
+import gc
+import logging
+import weakref
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from outrider.engine.ranks import followers
+from outrider.engine.ranks import group as group_module
+from outrider.engine.ranks.group import RankGroup
+
+
+class Peers:
+    """In place of memory that GPUs share."""
+
+
+def joined_on_gpus(monkeypatch: pytest.MonkeyPatch, calls: Mock) -> RankGroup:
+    """The first of two ranks; what it calls of CUDA and NCCL is noted."""
+    monkeypatch.setattr(torch.cuda, "synchronize", calls.synchronize)
+    monkeypatch.setattr(group_module, "_abort", calls.abort)
+    group = RankGroup(0, 2)
+    group._has_joined = group._on_gpu = True
+    group.is_apart = False
+    return group
+
+
+@pytest.mark.parametrize("lost", ["", "rank 1 of the target: killed by signal 9"])
+def test_a_rank_waits_for_its_gpu_before_anything_is_freed(
+    lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU may wait for a lost rank for ever. Here a thread can end the process meanwhile; where
+    memory of peers is freed it could not.
+    """
+    calls, loss = Mock(), followers._Loss()
+    group = joined_on_gpus(monkeypatch, calls)
+    group._peers = Mock()
+    calls.synchronize.side_effect = lambda: calls.waited(group._peers is not None)
+    if lost:
+        loss.note(lost)
+    followers._end([calls.follower], loss, group)
+    assert [name for name, *_ in calls.mock_calls] == [
+        "synchronize",
+        "waited",
+        "follower.process.kill",
+        "follower.process.wait",
+        "follower.connection.close",
+        "abort",
+    ]
+    calls.waited.assert_called_once_with(True)
+    assert group._peers is None
+    assert loss._is_over.is_set()
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_memory_of_peers_is_not_freed_once_the_gpu_has_failed(
+    works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To free it would abort the process, and nobody would read why."""
+    calls = Mock()
+    peers: Any = Peers()
+    group = joined_on_gpus(monkeypatch, calls)
+    if not works:
+        calls.synchronize.side_effect = RuntimeError("an illegal memory access")
+    found = weakref.ref(peers)
+    group._peers = peers
+    del peers
+    group.finish()
+    group.leave()
+    gc.collect()
+    assert (found() is None) == works
+
+
+def test_an_error_while_ranks_part_does_not_hide_the_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    group, loss = Mock(), followers._Loss()
+    group.leave.side_effect = RuntimeError("NCCL has failed")
+    with caplog.at_level(logging.ERROR):
+        followers._end([], loss, group)
+    assert "NCCL has failed" in caplog.text
+    assert loss._is_over.is_set()
