@@ -78,9 +78,11 @@ class Followers:
         report("waiting for the other ranks", 0, 1)
         keep_bits = all([networks[0].batch_invariant, *map(bool, self._answers())])
         report("connecting the ranks", 0, 1)
-        self.send(Op.JOIN, (), np.array([keep_bits]))
         # From here on this process may wait for a lost one for ever, first where they meet.
         self._lost.is_final = True
+        if self._lost.reason is not None:  # before that: nothing would end this process
+            raise RankError(self._lost.reason)
+        self.send(Op.JOIN, (), np.array([keep_bits]))
         try:
             self.group.join(path_of(self._meeting_fd), networks[0].device)
         except RuntimeError as error:

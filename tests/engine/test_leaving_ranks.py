@@ -6,12 +6,17 @@ import weakref
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
+from outrider.engine.api import ignore_progress
+from outrider.engine.config import EngineConfig, ModelConfig
 from outrider.engine.ranks import followers
 from outrider.engine.ranks import group as group_module
+from outrider.engine.ranks.followers import Followers, RankError
 from outrider.engine.ranks.group import RankGroup
+from outrider.engine.ranks.wire import Op
 
 
 class Peers:
@@ -83,3 +88,33 @@ def test_an_error_while_ranks_part_does_not_hide_the_first(
         followers._end([], loss, group)
     assert "NCCL has failed" in caplog.text
     assert loss._is_over.is_set()
+
+
+def starting(monkeypatch: pytest.MonkeyPatch) -> Followers:
+    """Of a rank whose others have loaded their shares, and are about to be asked to join."""
+    monkeypatch.setattr(followers, "_Follower", Mock())
+    ranks = Followers(EngineConfig(target=ModelConfig(path="", tensor_parallel=2)))
+    monkeypatch.setattr(ranks, "_answers", lambda: [np.ones(1)])
+    monkeypatch.setattr(ranks, "group", Mock())
+    return ranks
+
+
+def test_a_follower_that_dies_before_ranks_meet_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What ends this process when one is lost has looked already, and left it to go on."""
+    ranks = starting(monkeypatch)
+    ranks._lost.note("rank 1 of the target: killed by signal 9")
+    with pytest.raises(RankError, match="killed by signal 9"):
+        ranks.shared([Mock()], ignore_progress)
+    ranks.group.join.assert_not_called()  # type: ignore[attr-defined]
+
+
+def test_a_follower_that_dies_when_ranks_meet_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks, seen = starting(monkeypatch), []
+    monkeypatch.setattr(ranks, "send", lambda op, *_: seen.append((op, ranks._lost.is_final)))
+    monkeypatch.setattr(ranks, "_shared", Mock())
+    ranks.shared([Mock()], ignore_progress)
+    assert seen == [(Op.JOIN, True)]
