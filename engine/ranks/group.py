@@ -73,25 +73,34 @@ class RankGroup:
         self.gather(torch.zeros(1, 1, device=device))
         if on_gpu:
             store.set_timeout(_CONNECTS_WITHIN)
-            self._peers = self._meet_peers(device)
+            self._meet_peers(device)
 
-    def _meet_peers(self, device: torch.device) -> PeerMemory | None:
-        """Memory that the GPUs share, if an exchange over it gives all ranks the right sums."""
-        made: list[PeerMemory] = []
-        steps: tuple[Callable[[], object], ...] = (
+    def _meet_peers(self, device: torch.device) -> None:
+        """Take memory that the GPUs share, if sums over it are right on all ranks."""
+
+        def allocate() -> None:
+            self._peers = PeerMemory(device)  # here, so that `finish` finds it if a step fails
+
+        def with_peers(step: Callable[[PeerMemory], None]) -> None:
+            assert self._peers is not None
+            step(self._peers)
+
+        steps: tuple[Callable[[], None], ...] = (
             lambda: self._check_connections(device),
-            lambda: made.append(PeerMemory(device)),
-            lambda: made[0].connect(),
-            lambda: made[0].compile(),
-            lambda: made[0].try_out(),
+            allocate,
+            lambda: with_peers(lambda peers: peers.connect()),
+            lambda: with_peers(lambda peers: peers.compile()),
+            lambda: with_peers(lambda peers: peers.try_out()),
         )
         # A rank that fails would keep the others waiting in the next step.
         reason = next(filter(None, (self._why_not(step, device) for step in steps)), "")
         if reason:
+            self._peers = None
             log.info("ranks exchange all parts of sums by NCCL (%s)", reason)
-            return None
-        log.info("ranks read parts of sums of up to %d bytes in each other's memory", MOST_BYTES)
-        return made[0]
+        else:
+            log.info(
+                "ranks read parts of sums of up to %d bytes in each other's memory", MOST_BYTES
+            )
 
     def _check_connections(self, device: torch.device) -> None:
         """Raises RuntimeError on all ranks if torch would number those of some otherwise, by what
@@ -101,7 +110,7 @@ class RankGroup:
         if not torch.equal(numbers.min(), numbers.max()):
             raise RuntimeError("an engine before this one, in one process, had shared memory")
 
-    def _why_not(self, step: Callable[[], object], device: torch.device) -> str:
+    def _why_not(self, step: Callable[[], None], device: torch.device) -> str:
         """Take a step that may fail on some rank; says on which, and why, if it did."""
         reason = ""
         try:
@@ -111,7 +120,14 @@ class RankGroup:
         own = torch.zeros(1, _MOST_REASON, dtype=torch.uint8)
         written = list(reason.encode()[:_MOST_REASON])
         own[0, : len(written)] = torch.tensor(written, dtype=torch.uint8)
-        for rank, [row] in enumerate(self.gather(own.to(device)).tolist()):
+        try:
+            of_ranks = self.gather(own.to(device)).tolist()
+        except RuntimeError as error:  # some errors of a GPU stay until its process ends
+            raise RuntimeError(
+                f"a GPU failed when it tried the memory of the others ({reason or error}); set "
+                "NCCL_P2P_DISABLE=1 to do without"
+            ) from error
+        for rank, [row] in enumerate(of_ranks):
             if text := bytes(row).rstrip(b"\0").decode(errors="replace"):
                 return f"rank {rank}: {text}"
         return ""

@@ -118,3 +118,14 @@ def test_a_follower_that_dies_when_ranks_meet_ends_the_process(
     monkeypatch.setattr(ranks, "_shared", Mock())
     ranks.shared([Mock()], ignore_progress)
     assert seen == [(Op.JOIN, True)]
+
+
+def test_a_gpu_that_fails_on_memory_of_peers_can_do_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All that it does later fails as well, so the ranks cannot go on over NCCL."""
+    group = RankGroup(0, 2)
+    failed = RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(group, "gather", Mock(side_effect=failed))
+    with pytest.raises(RuntimeError, match=r"illegal memory access.*NCCL_P2P_DISABLE=1"):
+        group._why_not(Mock(side_effect=failed), torch.device("cpu"))
