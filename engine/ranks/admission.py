@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from ..config import ConfigError, EngineConfig, ModelConfig
 from ..models.architectures import load_config
@@ -27,6 +28,7 @@ def check_ranks(config: EngineConfig, device: torch.device) -> None:
     if target.tensor_parallel > 1:
         reason = _why_not_shared(target, "target", "leave it out, or run a replica on each GPU")
         reason = reason or _why_not_these_gpus(target.tensor_parallel, device)
+        reason = reason or _why_not_in_this_process()
     if reason is not None:
         raise ConfigError(f"target.tensor_parallel is {target.tensor_parallel}, but {reason}")
     if draft is None or draft.tensor_parallel == 1:
@@ -63,8 +65,8 @@ def _why_not_these_gpus(size: int, device: torch.device) -> str | None:
     gpus = [torch.cuda.get_device_properties(i) for i in range(size)]
     if len(names := sorted({gpu.name for gpu in gpus})) > 1:  # each would take its own kernels
         return (
-            f"the GPUs are {' and '.join(names)}, and all compute alike: choose equal ones with "
-            "CUDA_VISIBLE_DEVICES"
+            f"the GPUs are {' and '.join(names)}, but ranks need GPUs of one model: choose them "
+            "with CUDA_VISIBLE_DEVICES"
         )
     sizes = [gpu.total_memory for gpu in gpus]
     if min(sizes) < _LEAST_EQUAL * max(sizes):
@@ -72,6 +74,15 @@ def _why_not_these_gpus(size: int, device: torch.device) -> str | None:
         return (
             f"the GPUs have {given} GiB, and all get shares of the same size: choose equal ones "
             "with CUDA_VISIBLE_DEVICES"
+        )
+    return None
+
+
+def _why_not_in_this_process() -> str | None:
+    if dist.is_initialized():
+        return (
+            "torch.distributed is in use in this process, as by another engine whose target is "
+            "shared: close that first, or start this one in a process of its own"
         )
     return None
 

@@ -426,6 +426,18 @@ def test_a_follower_that_dies_where_ranks_meet_ends_the_engine(
     assert exit_code_of(start) == 1
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="needs no GPU")
+def test_an_engine_beside_another_of_the_process_is_refused(
+    tiny_model: Tiny, start: Callable[[EngineConfig], Engine]
+) -> None:
+    config = engine_config(tiny_model())
+    engine = start(config)
+    with pytest.raises(ConfigError, match=r"torch\.distributed is in use in this process.*close"):
+        Engine(shared(config))
+    engine.worker.close()
+    start(config)
+
+
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="forks this process")
 def test_a_process_goes_on_while_its_group_takes_long_to_end(
     tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
@@ -582,7 +594,10 @@ def test_a_target_that_cannot_be_shared_is_refused_at_once(
     ("gpus", "reason"),
     [
         ([("H100", 80), ("H100", 80)], None),
-        ([("H100", 80), ("A100", 80)], "the GPUs are A100 and H100, and all compute alike: choose"),
+        (
+            [("H100", 80), ("A100", 80)],
+            "the GPUs are A100 and H100, but ranks need GPUs of one model: ",
+        ),
         ([("H100", 80), ("H100", 64)], "the GPUs have 80, 64 GiB, and all get shares of the same"),
         ([("H100", 80)], "1 GPUs are visible: set it to 1 at most"),
     ],
