@@ -12,11 +12,14 @@ from verification import HAS_KERNELS
 from outrider.engine.config import ModelConfig
 from outrider.engine.models import admission, attention, batch_invariance, decoder
 from outrider.engine.models.admission import UnsupportedModelError
-from outrider.engine.models.batch_invariance import make_batch_invariant
+from outrider.engine.models.batch_invariance import make_batch_dependent, make_batch_invariant
+from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Network
+from outrider.engine.models.weights import Dense
 from outrider.kernels.model import packed_linear
 from outrider.kernels.model.attention_reference import RowBlock, row_blocks
+from outrider.kernels.model.batch_invariant_linear import LibraryRows
 from outrider.kernels.model.packed_linear import has_products
 
 pytestmark = pytest.mark.skipif(
@@ -113,3 +116,20 @@ def test_attention_takes_rows_one_by_one_where_it_must(
     make_batch_invariant(network)
     assert network.batch_invariant
     assert sizes == {1}
+
+
+def test_what_was_made_batch_invariant_becomes_batch_dependent_again(tiny_model: Tiny) -> None:
+    """As a rank does whose others cannot have it so."""
+    network = loaded(tiny_model(), None, "float32")
+    assert isinstance(network, Decoder)
+    matrices = [weight.dequantised() for weight in network.weights]
+    library = LibraryRows(plain=(8,), in_parts=(8,))  # as on a GPU
+    network.change_linears(
+        lambda layer: layer._replace(weight=Dense(layer.weight.dequantised(), library))
+    )
+    assert all(weight.batch_invariant for weight in network.weights)
+    make_batch_dependent(network)
+    assert not network.batch_invariant
+    assert not any(weight.batch_invariant for weight in network.weights)
+    for weight, matrix in zip(network.weights, matrices, strict=True):
+        assert torch.equal(weight.dequantised(), matrix)
