@@ -189,7 +189,7 @@ class RankGroup:
         """The parts of a sum that all ranks compute, in their order.
 
         `compute` returns this rank's, and writes it to the place that it is given, if there is one.
-        Either way the parts have the same bits. Shape: [T, N], as `like`
+        Either way the parts of a batch-invariant layer have the same bits. Shape: [T, N], as `like`
         """
         place = None if self._peers is None else self._peers.place(like)
         if self._peers is None or place is None:
