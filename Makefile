@@ -41,8 +41,6 @@ gpu-engine: GPU_TESTS := $(patsubst %,tests/engine/test_%.py,network loop replay
 	decoder quantised_checkpoints memory prompt_logprobs logprobs_overlap pipeline phases batch_invariant_answers compiling \
 	heads mtp fp8_pages batch_invariance_at_load head_loading predictions ranked_drafts)
 gpu-joints: GPU_TESTS := tests/engine/test_losslessness.py tests/engine/test_edit_losslessness.py
-gpu-ranks: GPU_TESTS := tests/engine/test_ranks.py
-gpu-ranks: GPU_JOBS := 1
 
 # For Linux with Python 3.11, as constraints.txt; pip itself can check hashes but not write them down.
 LOCK := build/uv/bin/uv pip compile --quiet --no-config --generate-hashes --no-annotate --constraint \
@@ -104,11 +102,17 @@ mutate: .make/dev ## break the code in known ways, and see that the tests notice
 gpu: ## gpu-kernels, gpu-engine, gpu-joints, gpu-tables; each takes ten minutes at most (GPU_PYTHON=)
 	@$(MAKE) --no-print-directory --keep-going --jobs 1 $(GPU_PARTS)
 
-# gpu-ranks needs two GPUs, so it is no part of gpu.
 # Neighbours share compiled kernels: a worker takes a run of tests, and later what others have left.
-gpu-kernels gpu-engine gpu-joints gpu-ranks: gpu-set-up
+gpu-kernels gpu-engine gpu-joints: gpu-set-up
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(GPU_PYTHON) -m pytest -q -p no:cacheprovider -n $(GPU_JOBS) --dist worksteal \
 		-m '$(GPU_MARKS)' -o timeout=600 --durations 10 $(GPU_TESTS) $(ARGS)
+
+# It needs two GPUs, so it is no part of gpu. A process a test: only the first engine of a process
+# reads parts of sums in the memory of the other GPU.
+gpu-ranks: gpu-set-up
+	tests=$$($(GPU_PYTHON) -m pytest -q -p no:cacheprovider -m 'gpu and not sweep' --collect-only tests/engine/test_ranks.py $(ARGS) | \
+		grep ::) && printf '%s\n' "$$tests" | \
+		OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} xargs -d '\n' -n 1 $(GPU_PYTHON) -m pytest -q -p no:cacheprovider -m gpu -o timeout=600
 
 gpu-tables: gpu-set-up ## tables of kernels and engine (TARGET= DRAFT= model directories)
 	env -u PYTHONSAFEPATH $(GPU_PYTHON) benchmarks/kernels.py

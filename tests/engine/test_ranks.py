@@ -43,12 +43,6 @@ from outrider.engine.ranks.shared_decoder import SharedDecoder
 from outrider.engine.ranks.shared_host_pages import SharedHostPages
 from outrider.engine.ranks.wire import Op
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        DEVICE.type == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs"
-    ),
-]
 SOME = ["qwen2"]  # with biases of q, k and v
 # On GPUs each runs other kernels; on a CPU test_shares.py compares every family.
 OTHERS = ["llama", "mistral", "phi3", "qwen3_moe", "glm4_moe", "granitemoe"]
@@ -74,6 +68,8 @@ def start(
 
     They leave no file while they run: so there is none however they end, even killed.
     """
+    if DEVICE.type == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     engines = []
     temporary = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -81,6 +77,11 @@ def start(
     def started(config: EngineConfig) -> Engine:
         if DEVICE.type == "cuda":
             engines.append(Engine(shared(config)))
+            ranks = engines[-1].worker.followers
+            assert ranks is not None
+            # Else this would test NCCL alone.
+            by_nccl = os.environ.get("NCCL_P2P_DISABLE") == "1"
+            assert (ranks.group._peers is None) == by_nccl
         else:
             with forked():
                 engines.append(Engine(shared(config)))
@@ -113,6 +114,7 @@ def prompt_logprobs(outputs: list[list[RequestOutput]]) -> torch.Tensor:
     )
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "architecture", [*SOME, *(pytest.param(name, marks=pytest.mark.deep) for name in OTHERS)]
 )
@@ -134,6 +136,7 @@ def test_two_ranks_answer_as_one_process(
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
 @pytest.mark.deep
 def test_ranks_share_a_hybrid_with_its_head_and_the_states_behind_prefixes(
     tmp_path: Path, start: Callable[[EngineConfig], Engine]
@@ -153,6 +156,7 @@ def test_ranks_share_a_hybrid_with_its_head_and_the_states_behind_prefixes(
     assert found[0] == found[1]
 
 
+@pytest.mark.gpu
 def test_pages_of_all_ranks_go_to_host_memory_and_come_back(
     tiny_model: Tiny, draft: Path, start: Callable[[EngineConfig], Engine]
 ) -> None:
@@ -197,6 +201,7 @@ def test_steps_of_all_ranks_wait_for_what_comes_back() -> None:
     assert sent == [Op.LOADED]
 
 
+@pytest.mark.gpu
 @pytest.mark.deep
 def test_all_ranks_bring_states_back_with_their_pages(
     tmp_path: Path, start: Callable[[EngineConfig], Engine]
@@ -215,6 +220,7 @@ def test_all_ranks_bring_states_back_with_their_pages(
     assert engine.info.host_pages <= alone.info.host_pages
 
 
+@pytest.mark.gpu
 @pytest.mark.deep
 @pytest.mark.parametrize(
     ("proposer", "num_kv_heads"), [("draft_model", 1), ("shared draft_model", 2), ("head", 2)]
