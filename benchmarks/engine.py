@@ -39,6 +39,7 @@ launched early waits for the one in front; its time here begins when all that en
 """
 
 import argparse
+import logging
 import sys
 import time
 from collections import defaultdict
@@ -368,6 +369,8 @@ def main() -> None:
 
     if args.tokens_a_step:
         set_acceptance(args.tokens_a_step, max(*args.k, args.best_of), args.at_k)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("outrider.engine.ranks").setLevel(logging.INFO)  # how they exchange parts
     engine = build(args)
     info = engine.info
     if args.tokens_a_step:
