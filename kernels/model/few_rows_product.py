@@ -19,7 +19,7 @@ from ..triton_or_none import TensorDescriptor, gl, gluon, hopper, triton
 from .narrow_matrix import NarrowMatrix
 from .row_codes import RowCodes
 from .silu_mul import silu
-from .warpgroups import barriers_of
+from .warpgroups import barriers_of, registers_of
 
 mbarrier, tma = hopper.mbarrier, hopper.tma
 
@@ -53,9 +53,7 @@ def few_rows_product(
     at_once = num_sms * triton.cdiv(num_tiles * num_splits, num_sms * _MOST_WARPGROUPS)
     tiles = triton.cdiv(num_tiles * num_splits, at_once)
     programs = min(num_tiles, max(triton.cdiv(num_tiles, tiles), at_once // num_splits))
-    warps = 4 * tiles + 4  # the one that copies takes the registers of four
-    registers = min(168, 2048 // warps // 8 * 8)
-    own = (registers * warps - 4 * _COPY_REGISTERS) // (4 * tiles) // 8 * 8
+    registers, own = registers_of(tiles, _COPY_REGISTERS)
     _few_rows_kernel[programs, num_splits](
         out, x_codes, x.scale, codes, matrix.scale, out if bias is None else bias,
         num_rows, num_out, matrix.scale.stride(0), NUM_GROUPS=len(matrix.scale), GROUPS=groups,

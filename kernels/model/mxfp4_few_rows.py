@@ -20,7 +20,7 @@ from .narrow_matrix import NarrowMatrix
 from .narrow_numbers import in_order_by_warp
 from .routing import Routing
 from .silu_mul import limited_glu
-from .warpgroups import barriers_of, has_warpgroups
+from .warpgroups import barriers_of, has_warpgroups, registers_of
 
 mbarrier, tma, cp = hopper.mbarrier, hopper.tma, hopper.async_copy
 
@@ -95,17 +95,14 @@ def few_rows_of_experts(
         matrix.scale.view(torch.uint8).view(-1, *halves), [_GROUPS.value, 2, half],
         gl.NVMMASharedLayout(half, 8, 3),
     )  # fmt: skip
-    copy_warps, warps = max(1, rows // 16), 4 * tiles + 4  # those that copy count as four
-    registers = min(168, 2048 // (tiling.programs * warps) // 8 * 8)
-    own = (registers * warps - 4 * _COPY_REGISTERS) // (4 * tiles) // 8 * 8
+    registers, own = registers_of(tiles, _COPY_REGISTERS, tiling.programs)
     num_stages = triton.cdiv(matrix.num_in, _INPUTS.value)
-    blocks = triton.cdiv(layer.num_out, tiles * _OUTS.value)
-    _few_rows_of_experts_kernel[(num_tiles * blocks,)](
+    _few_rows_of_experts_kernel[(num_tiles * triton.cdiv(layer.num_out, tiles * _OUTS.value),)](
         out, x, routing.weights, *routing.tiles, codes, scale, layer.bias,
         *(glu or (0.0, 0.0, 0.0)), num_rows, num_out, x.stride(0), layer.num_experts, num_stages,
         TOP_K=top_k, NUM_IN=matrix.num_in, GATED=glu is not None, SIZE=size, ROWS=rows,
         TILES=tiles, STAGES=_num_stages(num_stages, rows, tiling, device),
-        WARPS=(4,) * (tiles - 1) + (copy_warps,),
+        WARPS=(4,) * (tiles - 1) + (max(1, rows // 16),),
         REGISTERS=(own,) * (tiles - 1) + (_COPY_REGISTERS,), num_warps=4, maxnreg=registers,
         enable_fp_fusion=False,  # as of many rows
         **dependent_launch(device),

@@ -43,6 +43,16 @@ def works(find_error: Callable[[], float], most: float, otherwise: str) -> bool:
     return False
 
 
+def registers_of(num_warpgroups: int, copying: int, programs: int = 1) -> tuple[int, int]:
+    """Registers of a thread when a program starts, and of one that multiplies, once threads that
+    copy keep only `copying`. So many `programs` share a multiprocessor, each with so many
+    warpgroups that multiply, and warps that copy.
+    """
+    warps = 4 * num_warpgroups + 4  # those that copy count as four
+    at_start = min(168, 2048 // (programs * warps) // 8 * 8)
+    return at_start, (at_start * warps - 4 * copying) // (4 * num_warpgroups) // 8 * 8
+
+
 @gluon.jit
 def barriers_of(NUM: gl.constexpr, COUNT: gl.constexpr):
     """For each stage a barrier, which COUNT arrivals open."""
