@@ -62,6 +62,7 @@ def is_for(x: Tensor, layer: ExpertMatrix, routing: Routing, activation: Activat
         and is_mxfp4(matrix)
         and x.dtype == torch.bfloat16
         and x.stride(0) % 16 == 0
+        and x.data_ptr() % 16 == 0  # rows are copied 16 bytes at a time
         and routing.tiles.pairs.shape[1] <= MOST_ROWS
         and (activation is None or isinstance(activation, Glu))
         and layer.num_out % _OUTS.value == 0

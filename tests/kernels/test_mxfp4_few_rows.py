@@ -228,6 +228,7 @@ def test_other_layers_are_for_any_gpus_kernel(monkeypatch: pytest.MonkeyPatch) -
     assert module.is_for(x, layer, routing, GLU)
     assert not module.is_for(x, layer, routing, RELU_SQUARED)
     assert not module.is_for(x.float(), layer, routing, GLU)
+    assert not module.is_for(torch.zeros(200).bfloat16()[4:-4].view(3, 64), layer, routing, GLU)
     assert not module.is_for(x, layer, make_routing(3, 128), GLU)
     assert not module.is_for(x, layer._replace(matrix=torch.zeros(640, 64)), routing, GLU)
     assert not module.is_for(x, make_layer(96, 64), routing, None)
