@@ -371,7 +371,7 @@ def _few_rows_of_experts_kernel(
                 which, pointers, codes, scales, boxes, tiles, exponents, x_stages, x_parts, has,
                 free, glu, sizes, TOP_K, NUM_IN, GATED, SIZE, ROWS, TILES, STAGES, WARPS,
                 DEPENDENT))
-            for which in (0, 1, 2, 3, 4)[: TILES + 1]
+            for which in (0, 1, 2, 3)[: TILES + 1]
         ],
         WARPS,
         REGISTERS,

@@ -105,12 +105,17 @@ def test_experts_do_not_overwrite_what_is_multiplied(
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
-@pytest.mark.parametrize(("num_rows", "size"), [(8, 16), deep(50, 16), (100, 32), deep(200, 64)])
-def test_few_rows_of_experts_are_converted_once_and_spill_nothing(num_rows: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "size", "num_tiles"),
+    [(8, 16, 9), (8, 16, 40), deep(50, 16, 9), (100, 32, 9), deep(200, 64, 9)],
+)
+def test_few_rows_of_experts_are_converted_once_and_spill_nothing(
+    num_rows: int, size: int, num_tiles: int
+) -> None:
     with machine_code.launches(machine_code.H100) as kernels:
-        layer = make_experts(2880)
-        tiles = ExpertTiles(empty(9, dtype=torch.int32), empty(9, size, dtype=torch.int32))
-        ids, weights = empty(num_rows, 4, dtype=torch.int32), empty(num_rows, 4).float()
+        layer, int32 = make_experts(2880), torch.int32
+        tiles = ExpertTiles(empty(num_tiles, dtype=int32), empty(num_tiles, size, dtype=int32))
+        ids, weights = empty(num_rows, 4, dtype=int32), empty(num_rows, 4).float()
         routing = Routing(ids, weights, tiles)
         experts_product(empty(num_rows, 2880), routing, layer, Glu(1.7, 7.0, 1.0))
         experts_product(empty(num_rows * 4, 2880), routing, layer, None)

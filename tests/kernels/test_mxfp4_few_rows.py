@@ -46,25 +46,25 @@ def make_layer(num_out: int, num_in: int, *, bias: bool = True) -> ExpertMatrix:
     return ExpertMatrix(matrix, normals(rows)(rows).bfloat16() if bias else None, EXPERTS)
 
 
-def make_routing(num_rows: int, size: int) -> Routing:
+def make_routing(num_rows: int, size: int, num_empty: int = 2) -> Routing:
     """The last expert has no row, and more rows take the first expert than the others."""
     randn = normals(7)
     logits, weights = randn(200, EXPERTS - 1), randn(200, TOP_K).abs()
     logits[:, 0] += 1
     ids = logits.topk(TOP_K).indices.int()[:num_rows].contiguous()
-    return Routing(ids, weights[:num_rows].contiguous(), make_tiles(ids, size))
+    return Routing(ids, weights[:num_rows].contiguous(), make_tiles(ids, size, num_empty))
 
 
-def make_tiles(ids: Tensor, size: int) -> ExpertTiles:
-    """And two that have no expert."""
+def make_tiles(ids: Tensor, size: int, num_empty: int) -> ExpertTiles:
+    """And so many that have no expert."""
     experts, pairs = [], []
     for expert in range(EXPERTS):
         for part in (ids.flatten() == expert).nonzero()[:, 0].split(size):
             if len(part):
                 experts.append(expert)
                 pairs.append(functional.pad(part, (0, size - len(part)), value=ids.numel()))
-    experts += [EXPERTS] * 2
-    pairs += [torch.full((size,), ids.numel(), device=ids.device)] * 2
+    experts += [EXPERTS] * num_empty
+    pairs += [torch.full((size,), ids.numel(), device=ids.device)] * num_empty
     return ExpertTiles(torch.tensor(experts, device=ids.device).int(), torch.stack(pairs).int())
 
 
@@ -107,7 +107,8 @@ CASES = [
     (1, 16, 64, 64, 1, None),
     (5, 16, 192, 320, 2, 2),
     (9, 16, 64, 576, 1, 3),
-    (30, 16, 320, 256, 4, 2),
+    (7, 16, 128, 832, 2, 1),
+    (30, 16, 320, 832, 3, 2),
     (40, 32, 192, 832, 2, None),
     (90, 64, 64, 448, 1, 2),
 ]
@@ -240,11 +241,20 @@ def test_other_layers_are_for_any_gpus_kernel(monkeypatch: pytest.MonkeyPatch) -
 def test_rows_have_the_bits_of_the_kernel_for_any_gpu(
     num_in: int, tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In tiles of any size, and alone."""
-    first, down = make_layer(576, num_in), make_layer(192, num_in)
-    outs = []
-    for num_rows, size in ((1, 16), (8, 16), (60, 16), (60, 32), (200, 64)):
-        few = make_routing(num_rows, size)
+    """In tiles of any size, in few and in many, and alone."""
+    first, down = make_layer(704, num_in), make_layer(320, num_in)
+    outs, tilings = [], []
+    tiling_of = module._tiling
+
+    def noted(*args: Any) -> module._Tiling:
+        tilings.append(tiling_of(*args))
+        return tilings[-1]
+
+    monkeypatch.setattr(module, "_tiling", noted)
+    for num_rows, size, num_empty in (
+        (1, 16, 2), (8, 16, 2), (8, 16, 500), (60, 16, 2), (60, 32, 2), (200, 64, 2)
+    ):  # fmt: skip
+        few = make_routing(num_rows, size, num_empty)
         x = normals(1)(200, num_in).bfloat16()[:num_rows]
         pairs = normals(2)(200 * TOP_K, num_in).bfloat16()[: num_rows * TOP_K]
         with monkeypatch.context() as changed:
@@ -257,3 +267,4 @@ def test_rows_have_the_bits_of_the_kernel_for_any_gpu(
             assert torch.equal(one, other)
         outs.append((ours[0][:TOP_K], ours[1][:, :1]))
     assert all(torch.equal(a[i], b[i]) for a, b in pairwise(outs) for i in range(2))
+    assert set(tilings) == {(1, 3), (1, 4), (2, 2), (3, 1)}
