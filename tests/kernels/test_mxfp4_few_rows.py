@@ -98,7 +98,7 @@ def with_tiling(
         monkeypatch.setattr(module, NAME, Kernel(None, seed, NAME))
     monkeypatch.setattr(module, "_tiling", lambda *_: module._Tiling(tiles, 1))
     if stages is not None:
-        monkeypatch.setattr(module, "_num_stages", lambda of_all, *_: min(of_all, stages))
+        monkeypatch.setattr(module, "_num_stages", lambda num, *_: min(num, stages))
 
 
 # Rows, the size of tiles, outputs, inputs, tiles of outputs in a program, stages: inputs that are
@@ -171,12 +171,15 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
         monkeypatch.setattr(place, "has_warpgroups", lambda _: True)
 
     def multiply(
-        x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu | None, some: range | None
+        x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu | None, some: range | None = None
     ) -> Tensor:
-        assert some in (None, range(trial._NUM_OUT))
         num_rows, top_k = routing.ids.shape
-        shape = (num_rows * top_k, trial._NUM_OUT) if glu else (top_k, num_rows, trial._NUM_OUT)
-        out = x.new_empty(shape)
+        num_out = trial._NUM_OUT // (2 if glu else 1)
+        if some is None:
+            assert module.is_for(x, layer, routing, glu)
+        else:
+            assert some == range(num_out)
+        out = x.new_empty((num_rows * top_k, num_out) if glu else (top_k, num_rows, num_out))
         # Twice by the same kernel, since that for any GPU does not run here.
         few_rows_of_experts(out, x, routing, layer, glu)
         return out
@@ -193,11 +196,47 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
     trial.try_mxfp4_few_rows.cache_clear()
 
 
+def few_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the trial take fewer than it does, in plain torch."""
+    with_tiling(monkeypatch, 2, 2)
+    monkeypatch.setattr(trial, "_ROWS", ((7, True), (13, False)))
+    monkeypatch.setattr(trial, "_NUM_IN", 576)
+
+
+@interpreted
+def test_the_trial_takes_every_form_and_fills_stages_again(
+    tried: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an H200."""
+    launched: list[dict[str, Any]] = []
+    forms = set()
+    tiling_of = module._tiling
+
+    def noted(rows: int, *args: Any) -> module._Tiling:
+        forms.add((rows, *(tiling := tiling_of(rows, *args))))
+        return tiling
+
+    class Noted:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *_, **options: launched.append(options)
+
+    monkeypatch.setattr(module, NAME, Noted())
+    monkeypatch.setattr(module, "_tiling", noted)
+    monkeypatch.setattr(module, "shared_bytes", lambda _: 232_448)
+    for place in (module, trial):
+        monkeypatch.setattr(place, "num_programs", lambda _, per_sm: 132 * per_sm)
+    tried()
+    assert forms == {(8, 1, 3), (8, 1, 4), (16, 2, 2), (32, 2, 2), (64, 3, 1)}
+    for options in launched:
+        assert options["STAGES"] * 256 < options["NUM_IN"]
+        assert options["TILES"] == 1 or trial._NUM_OUT % (64 * options["TILES"]) > 0
+
+
 @interpreted
 def test_it_is_used_where_it_works(
     tried: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_tiling(monkeypatch, 2, 2)
+    few_products(monkeypatch)
     assert tried()
 
 
@@ -207,11 +246,11 @@ def test_it_is_not_used_where_it_fails(
     what: str, tried: Callable[[], bool], monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    with_tiling(monkeypatch, 2, 2)
+    few_products(monkeypatch)
     multiply: Callable[..., Tensor] = trial.experts_product
 
     def failing(*args: Any) -> Tensor:
-        if args[-1] is not None:
+        if len(args) == 5:
             return multiply(*args)
         if what == "raises":
             raise RuntimeError("no such instruction")
@@ -237,9 +276,8 @@ def test_other_layers_are_for_any_gpus_kernel(monkeypatch: pytest.MonkeyPatch) -
 
 @on_gpu
 @pytest.mark.parametrize("num_in", [256, 320, 2880])
-@pytest.mark.parametrize("tiles", [1, 2, 4])
 def test_rows_have_the_bits_of_the_kernel_for_any_gpu(
-    num_in: int, tiles: int, monkeypatch: pytest.MonkeyPatch
+    num_in: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In tiles of any size, in few and in many, and alone."""
     first, down = make_layer(704, num_in), make_layer(320, num_in)
@@ -257,9 +295,7 @@ def test_rows_have_the_bits_of_the_kernel_for_any_gpu(
         few = make_routing(num_rows, size, num_empty)
         x = normals(1)(200, num_in).bfloat16()[:num_rows]
         pairs = normals(2)(200 * TOP_K, num_in).bfloat16()[: num_rows * TOP_K]
-        with monkeypatch.context() as changed:
-            changed.setattr(module, "_tiling", lambda *_: module._Tiling(tiles, 1))
-            ours = activations(x, few, first), parts(pairs, few, down)
+        ours = activations(x, few, first), parts(pairs, few, down)
         with monkeypatch.context() as changed:
             changed.setattr(module, "is_for", lambda *_: False)
             for_any = experts_product(x, few, first, GLU), experts_product(pairs, few, down, None)
