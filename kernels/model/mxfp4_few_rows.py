@@ -43,14 +43,14 @@ class _Tiling(NamedTuple):
 
 
 def _tiling(rows: int, num_tiles: int, num_out: int, device: torch.device) -> _Tiling:
-    """For at most so many tiles of so many rows; measured on an H200."""
+    """For so many rows of a tile; `num_tiles` is an upper bound. Measured on an H200."""
     if rows == 8:  # rows take less than weights: as many programs as possible
         has_few = num_tiles * triton.cdiv(num_out, _OUTS.value) <= num_programs(device, 3)
         return _Tiling(1, 3 if has_few else 4)
     return _Tiling(2, 2) if rows <= 32 else _Tiling(3, 1)
 
 
-# Devices on which it does not work; `mxfp4_trial` finds them out.
+# Devices on which it does not work; `mxfp4_trial` finds them.
 failed: set[torch.device] = set()
 
 
@@ -110,13 +110,13 @@ def few_rows_of_experts(
     )  # fmt: skip
 
 
-def _num_stages(of_all: int, rows: int, tiling: _Tiling, device: torch.device) -> int:
-    """How many stages are copied ahead, `of_all` inputs or as many as shared memory holds."""
+def _num_stages(num_stages: int, rows: int, tiling: _Tiling, device: torch.device) -> int:
+    """How many stages are copied ahead: all `num_stages`, or as many as shared memory holds."""
     stage: int = tiling.tiles * _OUTS.value * (4 * _WORDS.value + _GROUPS.value)
     stage += 2 * _INPUTS.value * rows
     # A multiprocessor takes a kilobyte for itself, for each program.
     num_bytes = (shared_bytes(device) + 1024) // tiling.programs - 1024 - _BARRIERS
-    return min(of_all, num_bytes // stage)
+    return min(num_stages, num_bytes // stage)
 
 
 @gluon.jit
@@ -129,6 +129,7 @@ def _copy(
     """Have codes, scales and rows copied, stage by stage. The last of WARPS."""
     x_ptr, experts_ptr, pairs_ptr = pointers[0], pointers[3], pointers[4]
     num_rows, num_out, x_stride, num_experts, num_stages = sizes
+    # Always STAGES, but not as a constant: with the loop over them unrolled, registers spill.
     ahead = gl.minimum(num_stages, STAGES)
     if GATED:
         wait_for_inputs(DEPENDENT)

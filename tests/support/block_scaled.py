@@ -1,5 +1,5 @@
-"""Products in FP8 on Hopper GPUs, where blocks of 128 x 128 weights share a scale: what their tests
-share. On a CPU the kernels run in plain torch.
+"""What tests of products in Gluon on Hopper GPUs share: marks for all, and rows and matrices in FP8
+where blocks of 128 x 128 weights share a scale. On a CPU the kernels run in plain torch.
 """
 
 import pytest
