@@ -44,10 +44,12 @@ class _Tiling(NamedTuple):
 
 def _tiling(rows: int, num_tiles: int, num_out: int, device: torch.device) -> _Tiling:
     """For so many rows of a tile; `num_tiles` is an upper bound. Measured on an H200."""
-    if rows == 8:  # rows take less than weights: as many programs as possible
-        has_few = num_tiles * triton.cdiv(num_out, _OUTS.value) <= num_programs(device, 3)
-        return _Tiling(1, 3 if has_few else 4)
-    return _Tiling(2, 2) if rows <= 32 else _Tiling(3, 1)
+    if rows == 64:
+        return _Tiling(2, 2)
+    # As many programs as registers allow; few that all have started load further ahead.
+    num_blocks = triton.cdiv(num_out, _OUTS.value)
+    has_few = rows == 8 and num_tiles * num_blocks <= num_programs(device, 3)
+    return _Tiling(1, 3 if has_few else 4)
 
 
 # Devices on which it does not work; `mxfp4_trial` finds them.
@@ -372,7 +374,7 @@ def _few_rows_of_experts_kernel(
                 which, pointers, codes, scales, boxes, tiles, exponents, x_stages, x_parts, has,
                 free, glu, sizes, TOP_K, NUM_IN, GATED, SIZE, ROWS, TILES, STAGES, WARPS,
                 DEPENDENT))
-            for which in (0, 1, 2, 3)[: TILES + 1]
+            for which in (0, 1, 2)[: TILES + 1]
         ],
         WARPS,
         REGISTERS,

@@ -23,8 +23,8 @@ _TOP_K, _EXPERTS = 2, 4
 # Rows, and whether there are many tiles. Each takes another form, for 64, 32, 16 and 8 rows of a
 # tile; those that compile longest come first.
 _ROWS = ((50, False), (20, False), (13, False), (7, True), (5, False))
-# More stages than are copied ahead, the last one not whole; in programs of two and three tiles of
-# outputs the last one is not whole, with and without a gate.
+# More stages than are copied ahead, the last one not whole; of programs of two tiles of outputs the
+# last one is not whole, with and without a gate.
 _NUM_IN, _NUM_OUT = 1600, 320
 _GLU = Glu(1.702, 7.0, 1.0)
 

@@ -108,7 +108,7 @@ CASES = [
     (5, 16, 192, 320, 2, 2),
     (9, 16, 64, 576, 1, 3),
     (7, 16, 128, 832, 2, 1),
-    (30, 16, 320, 832, 3, 2),
+    (30, 16, 320, 832, 2, 2),
     (40, 32, 192, 832, 2, None),
     (90, 64, 64, 448, 1, 2),
 ]
@@ -226,7 +226,7 @@ def test_the_trial_takes_every_form_and_fills_stages_again(
     for place in (module, trial):
         monkeypatch.setattr(place, "num_programs", lambda _, per_sm: 132 * per_sm)
     tried()
-    assert forms == {(8, 1, 3), (8, 1, 4), (16, 2, 2), (32, 2, 2), (64, 3, 1)}
+    assert forms == {(8, 1, 3), (8, 1, 4), (16, 1, 4), (32, 1, 4), (64, 2, 2)}
     for options in launched:
         assert options["STAGES"] * 256 < options["NUM_IN"]
         assert options["TILES"] == 1 or trial._NUM_OUT % (64 * options["TILES"]) > 0
@@ -303,4 +303,4 @@ def test_rows_have_the_bits_of_the_kernel_for_any_gpu(
             assert torch.equal(one, other)
         outs.append((ours[0][:TOP_K], ours[1][:, :1]))
     assert all(torch.equal(a[i], b[i]) for a, b in pairwise(outs) for i in range(2))
-    assert set(tilings) == {(1, 3), (1, 4), (2, 2), (3, 1)}
+    assert set(tilings) == {(1, 3), (1, 4), (2, 2)}
