@@ -73,7 +73,7 @@ def make_batch_dependent(network: Network) -> None:
     as a router's logits, must have the same bits on all.
     """
     if isinstance(network, Decoder):
-        network.change_linears(Layer.as_batch_dependent)
+        network.change_linears(lambda own: own._replace(weight=own.weight.as_batch_dependent()))
     network.batch_invariant = False
 
 

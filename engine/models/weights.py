@@ -331,10 +331,6 @@ class Layer(NamedTuple, Generic[W]):
         weight: Any = self.weight.as_batch_invariant(self.bias)  # of the same kind
         return self._replace(weight=weight)
 
-    def as_batch_dependent(self) -> Self:
-        weight: Any = self.weight.as_batch_dependent()  # of the same kind
-        return self._replace(weight=weight)
-
     def packed(self, *, rounds: bool) -> Self:
         """The same layer in the format that is fastest on a CPU; `rounds` allows 8 bits."""
         weight: Any = self.weight.packed(rounds=rounds)  # of the same kind

@@ -46,10 +46,9 @@ def _tiling(rows: int, num_tiles: int, num_out: int, device: torch.device) -> _T
     """For so many rows of a tile; `num_tiles` is an upper bound. Measured on an H200."""
     if rows == 64:
         return _Tiling(2, 2)
-    # As many programs as registers allow; few that all have started load further ahead.
-    num_blocks = triton.cdiv(num_out, _OUTS.value)
-    has_few = rows == 8 and num_tiles * num_blocks <= num_programs(device, 3)
-    return _Tiling(1, 3 if has_few else 4)
+    # As many programs as registers allow; if there are few, each loads further ahead.
+    num_all = num_tiles * triton.cdiv(num_out, _OUTS.value)
+    return _Tiling(1, 3 if rows == 8 and num_all <= num_programs(device, 3) else 4)
 
 
 # Devices on which it does not work; `mxfp4_trial` finds them.
