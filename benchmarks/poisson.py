@@ -122,8 +122,7 @@ def main() -> None:
     shape = Shape(args.tokens_in, args.tokens_out, args.vocab_size)
     log = Path(tempfile.mkdtemp(prefix="outrider-poisson-")) / "serve.log"
     arguments = sys.argv[at + 1 :]
-    acceptance = {"tokens_a_step": args.tokens_a_step, "at_k": args.at_k}
-    with serving(log, arguments, **acceptance) as server:
+    with serving(log, arguments, tokens_a_step=args.tokens_a_step, at_k=args.at_k) as server:
         if args.tokens_a_step is not None:
             print(f"SET ACCEPTANCE: {args.tokens_a_step:g} tokens a step, whatever the models say")
         Console().print(asyncio.run(measure(server, shape, args)))

@@ -54,39 +54,32 @@ async def best(
     fields: Sequence[dict[str, object]],
     args: argparse.Namespace,
     temperature: float,
-) -> float:
-    rates = [(await ask_all(server, fields, args, temperature))[0] for _ in range(args.rounds)]
-    return max(rates)
+) -> tuple[float, list[Streamed]]:
+    """Of the rounds."""
+    rounds = [await ask_all(server, fields, args, temperature) for _ in range(args.rounds)]
+    return max(rounds, key=lambda one: one[0])
 
 
 async def measure(server: Serving, args: argparse.Namespace) -> Table:
     table = Table(title="tokens a second (over plain)")
-    for head in ("clients", "temperature", "plain", "chosen", "lookups", "predicted", "a penalty"):
+    names = ("chosen", "lookups", "predicted", "penalty")
+    for head in ("clients", "temperature", "plain", *names):
         table.add_column(head)
     for num in args.clients:
         for temperature in (0.0, 1.0):
-            await ask_all(
-                server, [{}] * num, args, temperature
-            )  # so that nothing is for the first time
-            tries = [
-                await ask_all(server, [PLAIN] * num, args, temperature) for _ in range(args.rounds)
-            ]
-            plain, answers = max(tries, key=lambda one: one[0])
-            rates = {
-                "chosen": await best(server, [{}] * num, args, temperature),
-                "lookups": await best(server, [LOOKUPS] * num, args, temperature),
-            }
+            # So that nothing is for the first time.
+            await ask_all(server, [{}] * num, args, temperature)
+            plain, answers = await best(server, [PLAIN] * num, args, temperature)
+            asked = {"chosen": [{}] * num, "lookups": [LOOKUPS] * num}
             if temperature:
-                rates["penalty"] = await best(
-                    server, [PENALTY, *[{}] * (num - 1)], args, temperature
-                )
+                asked["penalty"] = [PENALTY, *[{}] * (num - 1)]
             else:
-                rates["predicted"] = await best(
-                    server, list(map(predicting, answers)), args, temperature
-                )
-            cells = {name: f"{rate:.0f} ({rate / plain:.2f})" for name, rate in rates.items()}
+                asked["predicted"] = list(map(predicting, answers))
+            cells = {}
+            for name, fields in asked.items():
+                rate, _ = await best(server, fields, args, temperature)
+                cells[name] = f"{rate:.0f} ({rate / plain:.2f})"
             print(f"{num} clients at {temperature:g}: plain {plain:.0f}, {cells}", flush=True)
-            names = ("chosen", "lookups", "predicted", "penalty")
             table.add_row(
                 f"{num}", f"{temperature:g}", f"{plain:.0f}", *(cells.get(n, "") for n in names)
             )

@@ -5,7 +5,7 @@
 SHAPE is one of SHAPES below. With --fp8 the linear layers are in FP8 with a scale for each block
 of 128 x 128, as Qwen publishes them. With --tiny all is narrow, so that the way to a table can be
 tried on a CPU; with --layers the target has fewer, for a look at a layer's kernels. FOLDER gets the
-target, in place of what was there; FOLDER/eagle3 or FOLDER/mtp its head, if there is one.
+target, in place of an older one; FOLDER/eagle3 or FOLDER/mtp its head, if there is one.
 
 A file of torch.save keeps one block of random numbers, and every weight is a part of it that
 begins elsewhere: 2 GB for 141. On a GPU each weight is a tensor of its own, as with real ones. An
@@ -361,6 +361,8 @@ def save(shape: str, folder: Path, config: dict[str, Any], *, served: bool = Fal
     numbers = Numbers()
     target = Checkpoint(config, numbers)
     target.model()
+    for old in ("mtp", "eagle3"):
+        shutil.rmtree(folder / old, ignore_errors=True)
     _save(folder, config)
     save_tokenizer(folder, config["vocab_size"])
     if "mtp_num_hidden_layers" in config:
@@ -404,8 +406,9 @@ def _save_safetensors(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def _save(folder: Path, config: dict[str, Any]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.*"):
+        old.unlink()
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 

@@ -81,16 +81,16 @@ class RankGroup:
         def allocate() -> None:
             self._peers = PeerMemory(device)  # here, so that `finish` finds it if a step fails
 
-        def with_peers(step: Callable[[PeerMemory], None]) -> None:
+        def peers() -> PeerMemory:
             assert self._peers is not None
-            step(self._peers)
+            return self._peers
 
         steps: tuple[Callable[[], None], ...] = (
             lambda: self._check_connections(device),
             allocate,
-            lambda: with_peers(lambda peers: peers.connect()),
-            lambda: with_peers(lambda peers: peers.compile()),
-            lambda: with_peers(lambda peers: peers.try_out()),
+            lambda: peers().connect(),
+            lambda: peers().compile(),
+            lambda: peers().try_out(),
         )
         # A rank that fails would keep the others waiting in the next step.
         reason = next(filter(None, (self._why_not(step, device) for step in steps)), "")

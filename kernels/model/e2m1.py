@@ -101,9 +101,8 @@ def _asm(magnitude_at: int, fma: str, high: bool) -> str:
     for i, (moves, _) in enumerate(_PAIRS[2:] if high else _PAIRS[:2]):
         masks: dict[int, int] = {}  # by how far their bits are to the left of them
         for bits, left in moves:
-            right = left - (12 if bits == 8 else magnitude_at)
-            mask = (bits << (12 if bits == 8 else magnitude_at)) * 0x00010001
-            masks[right] = masks.get(right, 0) | mask
+            at = 12 if bits == 8 else magnitude_at
+            masks[left - at] = masks.get(left - at, 0) | (bits << at) * 0x00010001
         for each, (right, mask) in enumerate(sorted(masks.items(), key=lambda item: item[0] != 0)):
             if right == 0:
                 source = "$4"

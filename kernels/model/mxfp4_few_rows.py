@@ -291,9 +291,9 @@ def _multiply(
             )
             mbarrier.arrive(free.index(slot), count=1)
         if REST > 0:
-            mbarrier.wait(has.index(FULL % STAGES), FULL // STAGES & 1)
-            hopper.fence_async_shared()
             slot = FULL % STAGES
+            mbarrier.wait(has.index(slot), FULL // STAGES & 1)
+            hopper.fence_async_shared()
             y = _sums_of_stage(y, TILES * slot + WHICH, slot, tiles, exponents, x_parts, REST, ACC)
         total = unscaled(y)
         i = gl.arange(0, _OUTS, gl.SliceLayout(1, ACC))
