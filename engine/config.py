@@ -59,6 +59,11 @@ class SpeculationConfig:
         """Of a sequence in one step."""
         return self.num_speculative_tokens if self.sources else 0
 
+    @property
+    def answers_bytes(self) -> int:
+        """Memory for recent answers, if any source looks into them."""
+        return self.suffix_answers_mib << 20 if "suffix" in self.sources else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
@@ -72,6 +77,10 @@ class CacheConfig:
     state_interval_tokens: int = 2048  # how often states of a long prompt are kept, if it has any
     kv_events_endpoint: str | None = None  # where processes.kv_events publishes; None: nowhere
     kv_events_topic: str = ""
+
+    @property
+    def host_bytes(self) -> int:
+        return int(self.host_gib * 2**30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

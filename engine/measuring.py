@@ -1,5 +1,6 @@
 """How many KV cache pages fit in memory beside everything else that the engine holds."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from .ranks.wire import Op
 from .seats import left_for_caches
 from .worker import Worker
 
-_PINNED_SHARE = 0.9  # of the free memory of the host; pinned memory is never swapped out
+_MOST_SHARE = 0.9  # of the free memory of the host; pinned memory is never swapped out
 
 
 def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) -> int:
@@ -65,10 +66,33 @@ def largest_step_bytes(worker: Worker, config: EngineConfig) -> int:
     return measured_bytes(worker.device)
 
 
+def check_host_memory(worker: Worker, config: EngineConfig) -> None:
+    """Refuse settings by which more memory of the host would be used than is free; none of it is
+    allocated yet.
+
+    Raises ConfigError saying what fits.
+    """
+    free_bytes, num_pages = available_bytes(), config.cache.num_pages
+    if worker.device.type == "cpu" and num_pages is not None:  # not allocated yet, either
+        free_bytes -= worker.budget_of_all_ranks.num_bytes(num_pages)
+    room_bytes = max(0, int(free_bytes * _MOST_SHARE))
+    for name, num_bytes, unit, unit_bytes, digits in (
+        ("cache.host_gib", config.cache.host_bytes, "GiB", GIB, 1),
+        ("speculation.suffix_answers_mib", config.speculation.answers_bytes, "MiB", 2**20, 0),
+    ):
+        if num_bytes > room_bytes:
+            most = math.floor(room_bytes / unit_bytes * 10**digits) / 10**digits
+            raise ConfigError(
+                f"{name} is {num_bytes / unit_bytes:g}, but the machine has room for {most:g} "
+                f"{unit}: set it to that at most, or to 0"
+            )
+        room_bytes -= num_bytes
+
+
 def allocate_host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], PageCopies]:
     """Allocate what `cache.host_gib` says: the pages of each group, and their memory.
 
-    Raises ConfigError saying what fits.
+    Raises ConfigError if it holds none, or cannot be pinned.
     """
     pair, given, of_all_ranks = worker.pair, config.cache.host_gib, worker.budget_of_all_ranks
     if not pair.caches_prefixes:
@@ -88,16 +112,7 @@ def allocate_host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int]
         of_states = num_states(num_pages) * state_bytes * config.target.tensor_parallel
         return of_all_ranks.num_bytes(num_pages) + of_states
 
-    free_bytes = available_bytes()
-    if worker.device.type == "cpu" and config.cache.num_pages is not None:  # not allocated yet
-        free_bytes -= of_all_ranks.num_bytes(config.cache.num_pages)
-    most_gib = int(max(0, free_bytes) * _PINNED_SHARE / GIB * 10) / 10
-    num_bytes = int(given * GIB)
-    if given > most_gib:
-        raise ConfigError(
-            f"cache.host_gib is {given:g}, but the machine has room for {most_gib:g} GiB: set it "
-            "to that at most, or to 0"
-        )
+    num_bytes = config.cache.host_bytes
     most_pages = of_all_ranks.most_within(num_bytes)
     num_pages = bisect_right(range(1, most_pages + 1), num_bytes, key=size)
     if num_pages < 2:

@@ -45,5 +45,6 @@ def left_for_caches(config: EngineConfig) -> int:
     """Bytes that states and KV cache of each rank may take on a CPU, once the models are loaded."""
     # Ranks share the memory of one machine.
     share = config.cache.memory_fraction / config.target.tensor_parallel
-    host_bytes = config.cache.host_gib * GIB  # not written to yet, so they count as free
-    return int((available_bytes() - host_bytes) * share)
+    # Not written to yet, so it counts as free.
+    asked_bytes = config.cache.host_bytes + config.speculation.answers_bytes
+    return int((available_bytes() - asked_bytes) * share)

@@ -36,7 +36,7 @@ def build_proposer(
         if name == "grammar":
             return ForcedTokens(config.token_table.token_bytes if config.token_table else (), slots)
         if name == "suffix":
-            answers = RecentAnswers(speculation.suffix_answers_mib << 20)
+            answers = RecentAnswers(speculation.answers_bytes)
             fewest = speculation.suffix_min_tokens
             return Lookup(
                 name, lambda r: Suffixes(fewest, r.memory.cache_salt, answers), slots, answers.add

@@ -14,7 +14,7 @@ from host_copies import FailingCopies, LateCopies, with_copies, with_late_copies
 from tiny_models import VOCAB, Tiny
 
 from outrider.engine import measuring
-from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
+from outrider.engine.api import NewRequest, RequestOutput, SamplingParams, SourceName
 from outrider.engine.config import ConfigError, EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.memory import host_tier
@@ -421,3 +421,23 @@ def test_the_largest_that_is_named_fits(target: Path, monkeypatch: pytest.Monkey
     info = Engine(tiered(config, 2.6)).info
     assert 2.59 * 2**30 < info.host_bytes <= 2.6 * 2**30
     assert info.host_bytes == info.cache_bytes // (info.num_pages + 1) * info.host_pages
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the cache is not in host memory")
+def test_recent_answers_are_held_to_the_same_room(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "available_bytes", lambda: 3 * 2**30)
+
+    def with_answers(num_mib: int, host_gib: float = 0, *sources: SourceName) -> EngineConfig:
+        config = tiered(engine_config(target, proposer=sources or ["suffix"]), host_gib)
+        speculation = replace(config.speculation, suffix_answers_mib=num_mib)
+        return replace(config, speculation=speculation)
+
+    says = "suffix_answers_mib is {}, but the machine has room for {} MiB: set it to that at most"
+    with pytest.raises(ConfigError, match=says.format(60000, r"27\d\d")):
+        Engine(with_answers(60000))
+    with pytest.raises(ConfigError, match=says.format(800, r"7\d\d")):
+        Engine(with_answers(800, 2.0))
+    Engine(with_answers(700, 2.0))
+    Engine(with_answers(60000, 0, "prediction"))  # it keeps none
