@@ -57,6 +57,7 @@ def load_network(
     batch_invariant: bool | None = False,
     cache_dtype: torch.dtype | None = None,
     share: Share = WHOLE,
+    max_model_len: int | None = None,
 ) -> Network:
     """Load a model directory onto a device.
 
@@ -64,8 +65,9 @@ def load_network(
     `batch_invariant` the bits of a row do not depend on the batch, and a model that cannot promise
     this is refused; None: only if it can promise it at little cost. `cache_dtype` is that of keys
     and values; None: the model's own. Of a model that ranks share, only `share` is read and
-    compared with transformers' code, and its blocks add no other's. Raises UnsupportedModelError
-    saying why a model is refused.
+    compared with transformers' code, and its blocks add no other's. `max_model_len` is that of the
+    longest sequence to compute, if it is known. Raises UnsupportedModelError saying why a model is
+    refused.
     """
     role: Literal["target", "draft"] = "draft" if is_draft else "target"
     report(f"loading the {role}", 0, 0)
@@ -74,6 +76,11 @@ def load_network(
     hf_config = load_config(config.path, trust_remote_code=config.trust_remote_code)
     try:
         check_config(hf_config)
+        if max_model_len is not None and max_model_len > (longest := max_positions(hf_config)):
+            raise UnsupportedModelError(
+                f"max_model_len is {max_model_len}, but it has positions for {longest} tokens: set "
+                "it to that at most, or leave it out"
+            )
         if is_draft and keeps_state(hf_config):
             raise UnsupportedModelError(
                 "as a draft model it would go back over rejected drafts, and the state of its "

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 def _cache_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | None:
     name = config.cache.dtype
     if name not in ("auto", "fp8", "model"):
-        raise ValueError(f"cache.dtype is {name!r}; it may be auto, fp8 or model")
+        raise ConfigError(f"cache.dtype is {name!r}; it may be auto, fp8 or model")
     if name == "model" or (name == "auto" and not rounds_cache(Path(config.target.path))):
         return None
     reason = None
@@ -36,7 +36,7 @@ def _cache_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | No
     elif device.type == "cuda" and not converts_fp8(device):
         reason = f"{torch.cuda.get_device_name(device)} does not support"
     if name == "fp8" and reason:
-        raise ValueError(f"cache.dtype is fp8, which {reason}; leave it at auto")
+        raise ConfigError(f"cache.dtype is fp8, which {reason}; leave it at auto")
     if name == "auto":
         kept = f"the model's dtype, as FP8 {reason}" if reason else "FP8"
         log.info("the checkpoint keeps keys and values in FP8; here they are in %s", kept)
@@ -63,6 +63,7 @@ def load_shares(
         batch_invariant=config.batch_invariant,
         cache_dtype=_cache_dtype(config, device),
         share=Share(rank, config.target.tensor_parallel),
+        max_model_len=config.max_model_len,
     )
     draft = config.loaded_draft
     if draft is None or draft.tensor_parallel == 1:
@@ -135,11 +136,6 @@ class ModelPair:
 
         self.page_size = config.cache.page_size_tokens
         self.max_model_len = config.max_model_len or self.target.max_positions
-        if self.max_model_len > self.target.max_positions:
-            raise ValueError(
-                f"max_model_len is {self.max_model_len} tokens, but the target has positions for "
-                f"{self.target.max_positions}; lower max_model_len, or leave it out"
-            )
         self.groups = grouped(layers_of.values(), self.max_model_len)
         self.caches_prefixes = config.cache.prefix_caching
 
@@ -149,7 +145,7 @@ class ModelPair:
         if fits >= self.max_model_len:
             return self.max_model_len
         if config.max_model_len is not None or fits < 2:
-            raise ValueError(
+            raise ConfigError(
                 f"max_model_len is {self.max_model_len} tokens, but the KV cache holds "
                 f"{max(fits, 0)}; lower max_model_len, or give the cache more pages or memory"
             )

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from verification import HAS_KERNELS
 
 from outrider.engine.api import ignore_progress
-from outrider.engine.config import ModelConfig
+from outrider.engine.config import ConfigError, ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models import pair
 from outrider.engine.models.loading import load_network
@@ -131,7 +131,7 @@ def test_a_token_takes_a_byte_a_number(tiny_model: Tiny) -> None:
 )
 def test_what_is_not_served_is_refused(dtype: str, reason: str, tiny_model: Tiny) -> None:
     config = engine_config(tiny_model(), k=0)
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ConfigError, match=reason):
         Engine(replace(config, cache=replace(config.cache, dtype=dtype)))
 
 

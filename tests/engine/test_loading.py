@@ -2,16 +2,19 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from engines import engine_config
 from tiny_models import change_config
 from transformers import LlamaConfig
 
-from outrider.engine.config import ModelConfig
+from outrider.engine.config import ConfigError, ModelConfig
+from outrider.engine.engine import Engine
 from outrider.engine.models import admission
 from outrider.engine.models.admission import UnsupportedModelError, max_positions, resolve_dtype
 from outrider.engine.models.hugging_face import HuggingFaceModel
@@ -54,6 +57,26 @@ def test_longrope_is_served_up_to_its_original_length() -> None:
         },
     )
     assert max_positions(config) == 512
+
+
+def test_longer_sequences_than_the_target_has_positions_for_are_refused_before_weights_are_read(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = tiny_model("llama", max_position_embeddings=256)
+    shutil.copy(path / "config.json", tmp_path)  # and no weights
+    config = engine_config(tmp_path, k=0)
+    with pytest.raises(ConfigError, match=r"max_model_len is 257, .* positions for 256 .* at most"):
+        Engine(replace(config, max_model_len=257))
+    config = engine_config(path, k=0)
+    assert Engine(replace(config, max_model_len=256)).info.max_model_len == 256
+
+
+def test_longer_sequences_than_the_cache_holds_are_refused_as_settings(
+    tiny_model: Callable[..., Path],
+) -> None:
+    config = engine_config(tiny_model("llama"), k=0, num_pages=9, page_size=4)
+    with pytest.raises(ConfigError, match=r"max_model_len is 33 tokens, but the KV cache holds 32"):
+        Engine(replace(config, max_model_len=33))
 
 
 def test_weights_are_counted_as_they_come(tiny_model: Callable[..., Path]) -> None:
