@@ -54,16 +54,26 @@ def _serve(
     """
     flags = dict(flags or {})
     k = flags["speculation.num_speculative_tokens"]
-    if no_draft and (draft is not None or k not in (None, "0")):
-        give_up("--no-draft excludes --draft and -k", 2)
+    is_named = flags["speculation.proposer"] is not None or any(
+        assignment.startswith("speculation.proposer=") for assignment in assignments or ()
+    )
+    if no_draft and (draft is not None or k not in (None, "0") or is_named):
+        give_up("--no-draft excludes --draft, -k and --proposer", 2)
     config, named = chosen(model, draft, config)
     if named.get("target.model") and flags["target.model"]:
         give_up("MODEL and --model name the same thing: give one of them", 2)
     if no_draft:
         flags["speculation.proposer"] = "none"
-    given = flags | {key: value for key, value in named.items() if value is not None}
+    given = named | {key: value for key, value in flags.items() if value is not None}
     settings = settings_or_exit(config, assignments, given, flag_names())
-    if k not in (None, "0") and settings.speculation.proposer == ("none",):
+    proposer = settings.speculation.proposer
+    if draft is not None and {"auto", "draft_model"}.isdisjoint(proposer):
+        give_up(
+            f"--draft is of no use if the proposer is {', '.join(proposer)}: add --proposer "
+            "draft_model, or leave --proposer out",
+            2,
+        )
+    if k not in (None, "0") and proposer == ("none",):
         give_up(
             f"-k {k} needs a draft, and speculation.proposer is none: name one with --draft, or "
             "--proposer auto",

@@ -374,10 +374,32 @@ def test_a_k_without_anything_that_drafts_is_refused(monkeypatch: pytest.MonkeyP
     assert "-k 3 needs a draft, and speculation.proposer is none" in result.output
 
 
-def test_a_draft_and_no_draft_exclude_each_other() -> None:
-    result = CliRunner().invoke(app, ["serve", "--no-draft", "--draft", "a/b"])
+@pytest.mark.parametrize(
+    "other",
+    ["--draft=a/b", "-k=3", "--proposer=suffix", "--set=speculation.proposer=suffix"],
+)
+def test_no_draft_and_what_asks_for_drafts_exclude_each_other(
+    monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    monkeypatch.setattr("outrider.server.cli.serving.serve", lambda settings: 0)
+    result = CliRunner().invoke(app, ["serve", "--no-draft", *other.split("=", 1)])
     assert result.exit_code == 2
-    assert "excludes" in result.output
+    assert "--no-draft excludes --draft, -k and --proposer" in result.output
+
+
+def test_no_draft_goes_before_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert served_with(monkeypatch, "ngram", "--no-draft").speculation.proposer == ("none",)
+
+
+def test_a_draft_drafts_beside_no_source_that_was_not_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = ["a/b", "--draft", "c/d", "--proposer"]
+    only = served_with(monkeypatch, *named, "draft_model").speculation.proposer
+    assert only == ("prediction", "grammar", "draft_model")
+    result = CliRunner().invoke(app, ["serve", *named, "suffix"])
+    assert result.exit_code == 2
+    assert "add --proposer draft_model" in result.output
 
 
 def test_the_version_is_shown() -> None:
