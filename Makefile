@@ -99,11 +99,11 @@ types: .make/dev ## mypy --strict
 mutate: .make/dev ## break the code in known ways, and see that the tests notice
 	$(BIN)/python scripts/mutate.py $(ARGS)
 
-gpu: ## gpu-kernels, gpu-engine, gpu-joints, gpu-tables; each takes ten minutes at most (GPU_PYTHON=)
+gpu: ## gpu-kernels, gpu-engine, gpu-families, gpu-joints, gpu-tables; each takes ten minutes at most (GPU_PYTHON=)
 	@$(MAKE) --no-print-directory --keep-going --jobs 1 $(GPU_PARTS)
 
 # Neighbours share compiled kernels: a worker takes a run of tests, and later what others have left.
-gpu-kernels gpu-engine gpu-joints: gpu-set-up
+gpu-kernels gpu-engine gpu-families gpu-joints: gpu-set-up
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(GPU_PYTHON) -m pytest -q -p no:cacheprovider -n $(GPU_JOBS) --dist worksteal \
 		-m '$(GPU_MARKS)' -o timeout=600 --durations 10 $(GPU_TESTS) $(ARGS)
 

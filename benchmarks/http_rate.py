@@ -7,7 +7,8 @@ Every client streams one completion of random token ids, 128 in and 256 out, at 
 `auto` the server chooses k. One rate is from when all have their first token to the last token, the
 other from when they send. Every line takes eight streams at least, in turns if there are fewer
 clients, and is measured twice: over prompts that are new, then over the same ones, which are
-cached. With --tokens-a-step, for a head of random weights, steps give that many on the average,
+cached. Every k has the same seeds, for the number of steps until the last stream of 64 has ended
+varies by 4% with them. With --tokens-a-step, for a head of random weights, steps give that many on the average,
 whatever the models say, at each k or at that of --at-k: see set_acceptance.py.
 """
 
@@ -26,9 +27,9 @@ PROMPT_TOKENS, NEW_TOKENS = 128, 256
 LEAST_STREAMS = 8  # how many drafts of one stream are accepted varies by 5%
 
 
-async def stream(server: Serving, seed: int, k: int | None, vocab_size: int) -> float:
-    """Read a stream to its end; returns when the first token came."""
-    prompt = random.Random(seed).choices(range(2, vocab_size), k=PROMPT_TOKENS)
+async def stream(server: Serving, number: int, seed: int, k: int | None, vocab_size: int) -> float:
+    """Read the stream of prompt `number` to its end; returns when the first token came."""
+    prompt = random.Random(number).choices(range(2, vocab_size), k=PROMPT_TOKENS)
     body = json.dumps(
         {
             "prompt": prompt,
@@ -56,20 +57,23 @@ async def stream(server: Serving, seed: int, k: int | None, vocab_size: int) -> 
 
 
 async def rate(
-    server: Serving, seeds: range, clients: int, k: int | None, vocab_size: int
+    server: Serving, prompts: range, clients: int, k: int | None, vocab_size: int
 ) -> tuple[float, float, float]:
     """Tokens a second, the same with prompts, and the longest wait for a first token in seconds."""
     decoding_s = whole_s = longest_s = 0.0
-    for first in range(seeds.start, seeds.stop, clients):
+    for first in range(0, len(prompts), clients):
         start_s = time.perf_counter()
-        turn = (stream(server, seed, k, vocab_size) for seed in range(first, first + clients))
+        turn = (
+            stream(server, prompts[seed], seed, k, vocab_size)
+            for seed in range(first, first + clients)
+        )
         first_s = max(await asyncio.gather(*turn))
         end_s = time.perf_counter()
         decoding_s += end_s - first_s
         whole_s += end_s - start_s
         longest_s = max(longest_s, first_s - start_s)
-    num_tokens = len(seeds) * NEW_TOKENS
-    return (num_tokens - len(seeds)) / decoding_s, num_tokens / whole_s, longest_s
+    num_tokens = len(prompts) * NEW_TOKENS
+    return (num_tokens - len(prompts)) / decoding_s, num_tokens / whole_s, longest_s
 
 
 def main() -> None:
@@ -82,7 +86,7 @@ def main() -> None:
     parser.add_argument("--at-k", type=int, help="the k that --tokens-a-step is for; every k")
     args = parser.parse_args(sys.argv[1:at])
     log = Path(tempfile.mkdtemp(prefix="outrider-rate-")) / "serve.log"
-    columns, seeds = "tokens/s, prompts too, first token after", range(0)
+    columns, prompts = "tokens/s, prompts too, first token after", range(0)
     arguments = sys.argv[at + 1 :]
     with serving(log, arguments, tokens_a_step=args.tokens_a_step, at_k=args.at_k) as server:
         if args.tokens_a_step is not None:
@@ -91,11 +95,11 @@ def main() -> None:
         for k in args.k:
             for clients in args.clients:
                 num_streams = max(1, LEAST_STREAMS // clients) * clients
-                seeds, cells = range(seeds.stop, seeds.stop + num_streams), []
+                prompts, cells = range(prompts.stop, prompts.stop + num_streams), []
                 for _ in range(2):
                     own_k = None if k == "auto" else int(k)
                     decoding, whole, first_s = asyncio.run(
-                        rate(server, seeds, clients, own_k, args.vocab_size)
+                        rate(server, prompts, clients, own_k, args.vocab_size)
                     )
                     cells.append(f"{decoding:7.0f} {whole:7.0f} {first_s:6.3f} s")
                 print(f"{k:>4} {clients:3}: {'; '.join(cells)}", flush=True)

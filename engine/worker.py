@@ -185,7 +185,7 @@ class Worker:
             return num_pages
         budget = replace(self.budget, specs=self._specs_of_others)
         rooms = self.followers.ask(Op.ROOM)
-        return min(num_pages, *(budget.most_within(int(room)) for room in rooms))
+        return min(num_pages, *(budget.most_within(room.item()) for room in rooms))
 
     @property
     def _specs_of_others(self) -> list[PagedSpec]:

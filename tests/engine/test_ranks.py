@@ -35,7 +35,7 @@ from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.shares import WHOLE, Share
-from outrider.engine.ranks import admission, followers
+from outrider.engine.ranks import admission, followers, own_shares
 from outrider.engine.ranks import group as group_module
 from outrider.engine.ranks.followers import RankLostError
 from outrider.engine.ranks.group import RankGroup
@@ -529,7 +529,7 @@ def test_peer_memory_is_left_alone_if_one_rank_has_none(
     assert said in caplog.text
 
 
-@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="its ranks are forked from what is changed here")
 def test_a_follower_that_cannot_load_says_why_once(
     tiny_model: Tiny,
     start: Callable[[EngineConfig], Engine],
@@ -547,6 +547,17 @@ def test_a_follower_that_cannot_load_says_why_once(
     with pytest.raises(ConfigError, match=r"^rank 1 of the target: its share is damaged$"):
         start(engine_config(tiny_model()))
     assert "damaged" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="its ranks are forked from what is changed here")
+def test_pages_are_as_many_as_the_rank_with_the_least_room_has(
+    tiny_model: Tiny, start: Callable[[EngineConfig], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_shares, "left_bytes", lambda *_args, **_more: 100_000)
+    worker = start(engine_config(tiny_model())).worker
+    of_the_other = worker.fewest_pages(10**6)
+    assert 0 < of_the_other < 1000
+    assert worker.fewest_pages(of_the_other - 1) == of_the_other - 1
 
 
 def test_shares_of_two_ranks_make_the_whole(tiny_model: Tiny) -> None:
