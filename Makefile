@@ -33,13 +33,15 @@ GPU_JOBS ?= 12
 TARGET ?=
 DRAFT ?=
 # Of ten minutes each at most, on 16 cores; most of it goes into compiling kernels.
-GPU_PARTS := gpu-kernels gpu-engine gpu-joints gpu-tables
+GPU_PARTS := gpu-kernels gpu-engine gpu-families gpu-joints gpu-tables
 GPU_MARKS := not sweep
 gpu-kernels: GPU_MARKS :=
 gpu-kernels: GPU_TESTS := tests/kernels
 gpu-engine: GPU_TESTS := $(patsubst %,tests/engine/test_%.py,network loop replays logit_edits \
 	decoder quantised_checkpoints memory prompt_logprobs logprobs_overlap pipeline phases batch_invariant_answers compiling \
 	heads mtp fp8_pages batch_invariance_at_load head_loading predictions ranked_drafts)
+gpu-families: GPU_TESTS := $(patsubst %,tests/engine/test_%.py,hybrids quantised_hybrids kept_states host_tier expert_models \
+	quantised_experts shared_experts)
 gpu-joints: GPU_TESTS := tests/engine/test_losslessness.py tests/engine/test_edit_losslessness.py
 
 # For Linux with Python 3.11, as constraints.txt; pip itself can check hashes but not write them down.

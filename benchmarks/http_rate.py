@@ -8,8 +8,8 @@ Every client streams one completion of random token ids, 128 in and 256 out, at 
 other from when they send. Every line takes eight streams at least, in turns if there are fewer
 clients, and is measured twice: over prompts that are new, then over the same ones, which are
 cached. Every k has the same seeds, for the number of steps until the last stream of 64 has ended
-varies by 4% with them. With --tokens-a-step, for a head of random weights, steps give that many on the average,
-whatever the models say, at each k or at that of --at-k: see set_acceptance.py.
+varies by 4% with them. With --tokens-a-step, for a head of random weights, steps give that many on
+the average, whatever the models say, at each k or at that of --at-k: see set_acceptance.py.
 """
 
 import argparse
