@@ -34,6 +34,21 @@ class Block:
             normed = part(x, normed, norm, batch)
         return normed
 
+    def of_rows(self, rows: Tensor, x: Tensor, normed: Rows | None, batch: ForwardBatch) -> Tensor:
+        """x behind the block, of these rows alone: its last part computes no others, unless it
+        keeps something of every row.
+
+        Shape: rows [N]; x, normed [T, hidden] -> [N, hidden]
+        """
+        *parts, last = self.parts
+        keeps_rows = last.attention is not None or last.state is not None
+        for part in self.parts if keeps_rows else parts:
+            normed = part(x, normed, None, batch)
+        x = x[rows]
+        if len(rows) and not keeps_rows:
+            last(x, None, None, batch)
+        return x
+
     @property
     def mixer(self) -> Part:
         return self.parts[0]

@@ -67,19 +67,34 @@ class Decoder(Stack, Network):
 
     def __call__(self, batch: ForwardBatch) -> Pass:
         x = self.embedded(self.own_ids(batch.input_ids))
-        normed, taps = None, None
-        if self.tapped_layers:
-            taps = self._place_of_taps(x)
-            self._tap(-1, x, taps)
-        for i, (block, next_norm) in enumerate(zip(self.blocks, self.next_norms(), strict=True)):
+        taps = self._place_of_taps(x) if self.tapped_layers else None
+        x, rows = self.through_layers(x, batch, taps)
+        normed = rms_norm(x, self.norm, rows)
+        logits = self.logits(normed, self.place_of_logits(len(normed)))
+        return Pass(self.widened(logits), taps)
+
+    def through_layers(
+        self, x: Tensor, batch: ForwardBatch, taps: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream behind the last block, and which of its rows get logits (None: all).
+
+        Of a pass with prompts it has no other rows, unless heads read them.
+        Shape: x [T, hidden], taps [T, num_taps, hidden] -> [T, hidden] or [num_logits, hidden]
+        """
+        normed, rows = None, batch.logits_rows
+        self._tap(-1, x, taps)
+        *blocks, last = self.blocks
+        for i, (block, next_norm) in enumerate(zip(blocks, self.next_norms(), strict=False)):
             normed = block(x, normed, next_norm, batch)
             self._tap(i, x, taps)
-        num_layers = len(self.blocks)
-        if taps is not None and num_layers in self.tapped_layers:
-            rms_norm(x, self.norm, out=taps[:, self.tapped_layers.index(num_layers)])
-        rows = rms_norm(x, self.norm, batch.logits_rows)
-        logits = self.logits(rows, self.place_of_logits(len(rows)))
-        return Pass(self.widened(logits), taps)
+        reads_all = max(self.tapped_layers, default=-1) >= len(blocks)
+        if batch.holds_prompt and len(rows) < len(x) and not reads_all:
+            return last.of_rows(rows, x, normed, batch), None
+        last(x, normed, None, batch)
+        self._tap(len(blocks), x, taps)
+        if taps is not None and self.num_layers in self.tapped_layers:
+            rms_norm(x, self.norm, out=taps[:, self.tapped_layers.index(self.num_layers)])
+        return x, rows
 
     def reserve_taps(self, max_rows: int) -> None:
         if self.tapped_layers and (self._taps is None or len(self._taps) < max_rows):

@@ -70,6 +70,8 @@ def perform(shares: "OwnShares", op: Op, shape: Shape, integers_np: np.ndarray) 
             shares.run(shape[0], shape[1:], integers_np)
         case Op.PAGES:
             shares.slots.write_pages(integers_np.reshape(3, -1))
+        case Op.TAP:
+            shares.networks[shape[0]].tap(integers_np.tolist())
         case Op.COPY_STATES:
             shares.copy_states(shape[0], integers_np.reshape(-1, 2))
         case Op.CAPTURE:

@@ -68,6 +68,11 @@ class SharedDecoder(Decoder):
         assert isinstance(layer.weight, Matrix)
         return layer._replace(weight=SummedOverRanks(layer.weight, self._group))
 
+    def tap(self, layers: Sequence[int]) -> None:
+        super().tap(layers)
+        if self._send is not None:  # which rows a pass leaves out depends on it
+            self._send(Op.TAP, (), np.array(layers))
+
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         if copies and self._send is not None:
             self._send(Op.COPY_STATES, (), np.array(copies))
@@ -98,8 +103,7 @@ class SharedDecoder(Decoder):
     def __call__(self, batch: ForwardBatch) -> Pass:
         if self._group.rank == 0:
             return super().__call__(batch)
-        x = self.embedded(self.own_ids(batch.input_ids))
-        self.through_blocks(x, None, batch)
+        x, _ = self.through_layers(self.embedded(self.own_ids(batch.input_ids)), batch)
         return Pass(x)
 
 

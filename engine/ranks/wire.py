@@ -19,6 +19,7 @@ class Op(IntEnum):
     PAGES = auto()  # write changed pages into the block tables [3, entries]
     # Of a network, whose number comes in front of the shape: 0, the target, or 1, its draft
     COPY_STATES = auto()  # from slots to others [copies, 2], one after the other
+    TAP = auto()  # hand out the states behind these layers, as rank 0 alone does [layers]
     RUN = auto()  # run its phase, of this shape
     CAPTURE = auto()  # capture it
     # Of all

@@ -10,7 +10,7 @@ struct Batch {  // every row belongs to a sequence
     const int64_t *first_rows, *lengths, *slots;  // [sequences + 1], [sequences], [sequences]
     const int64_t *token_ids, *positions;         // [rows]
     const int64_t* places;                        // [rows], page * page_size + offset
-    const int64_t* logits_rows;                   // [num_logits]
+    const int64_t* logits_rows;                   // [num_logits], distinct
     const int32_t* block_table;
     int64_t block_table_stride;
     int32_t num_taps, is_bf16;

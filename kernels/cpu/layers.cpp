@@ -153,6 +153,8 @@ void pass(
                     hidden * sizeof(float)
                 );
     };
+    bool reads_all = false;  // of the rows behind the last layer, not only those with logits
+    for (int i = 0; i < batch.num_taps; i++) reads_all |= batch.tapped[i] >= model.count - 1;
     for (int l = 0;; l++) {
         const bool is_end = l == model.count;
         const Layer& layer = model.layers[is_end ? 0 : l];
@@ -208,9 +210,17 @@ void pass(
                 prepare(layer.output, attended, row, 0, (int)attended_width);
             });
         product(team, layer.output, attended, add);
-        team.share(rows, [&](int row) { normalise_for(layer.gate_up, layer.mlp_norm, row, row); });
-        gated(team, layer.gate_up, normed, layer.down, middle);
-        product(team, layer.down, middle, add);
+        const bool takes_all = l < model.count - 1 || reads_all;
+        const int taken = takes_all ? rows : batch.num_logits;
+        auto row_of = [&](int i) { return takes_all ? i : (int)batch.logits_rows[i]; };
+        const Rows inputs{normed.x, taken, normed.inputs}, inner{middle.x, taken, middle.inputs};
+        team.share(taken, [&](int i) {
+            normalise_for(layer.gate_up, layer.mlp_norm, row_of(i), i);
+        });
+        gated(team, layer.gate_up, inputs, layer.down, inner);
+        product(team, layer.down, inner, [&](int i, int first, const float* values, int count) {
+            add(row_of(i), first, values, count);
+        });
     }
     if (batch.num_taps > 0)
         team.share(rows, [&](int row) {

@@ -23,7 +23,7 @@ from distributions import bound, chi_squared, total_variation
 from engines import GREEDY, engine_config, prompts, run, sampling_config, tokens
 from forked_ranks import forked
 from heads import save_tiny_head
-from mtp import save_tiny_hybrid
+from mtp import save_tiny_hybrid, save_tiny_mtp_model
 from target_distribution import joint, sample
 from tiny_models import DEVICE, VOCAB, Tiny
 
@@ -154,6 +154,19 @@ def test_ranks_share_a_hybrid_with_its_head_and_the_states_behind_prefixes(
         assert sum(stats.drafted_per_position) > 0
         found.append([tokens(outputs) for (outputs,) in answers])
     assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_head", [False, True])
+def test_ranks_agree_on_the_rows_that_the_last_mlp_computes(
+    has_head: bool, tmp_path: Path, start: Callable[[EngineConfig], Engine]
+) -> None:
+    """A pass of prompts computes no others than are read; the head reads all, on rank 0 alone."""
+    target = save_tiny_mtp_model(tmp_path / "target")
+    config = engine_config(target, target if has_head else None, max_num_batched_tokens=512)
+    given = prompts([150, 150], VOCAB)  # in one pass
+    one, two = (run(engine, given, GREEDY) for engine in (Engine(config), start(config)))
+    assert list(map(tokens, two)) == list(map(tokens, one))
 
 
 @pytest.mark.gpu
