@@ -45,7 +45,7 @@ class KnownDraft:
     num_parameters: int
     family: str  # in words, for the log line with the reason
     name: str = ""  # a pattern in the target's name; "": any name
-    model_type: str = ""  # "": any
+    model_types: tuple[str, ...] = ()  # none: any
     vocab_sizes: frozenset[int] = frozenset()  # of targets, including padding; empty: any
     kind: str = "draft model"
     num_speculative_tokens: int = DEFAULT_K
@@ -53,10 +53,14 @@ class KnownDraft:
     def suits(self, target: Target) -> bool:
         return (
             re.search(self.name, target.name, re.IGNORECASE) is not None
-            and self.model_type in ("", target.model_type)
+            and (not self.model_types or target.model_type in self.model_types)
             and (not self.vocab_sizes or target.vocab_size in self.vocab_sizes)
             and self.num_parameters <= MAX_SHARE * target.num_parameters
         )
+
+
+# What the names of quantised checkpoints end with.
+_NARROW = r"fp8|fp4|nvfp4|mxfp4|awq|gptq|int[48]|[48]bit|w[48]a(4|8|16)|quantized|dynamic|block"
 
 
 def _head(one: tuple[str, str], model: str, kind: str, billions: float, k: int) -> KnownDraft:
@@ -67,7 +71,7 @@ def _head(one: tuple[str, str], model: str, kind: str, billions: float, k: int) 
         num_parameters=int(billions * 1e9),
         family=family,
         # A directory or a quantised checkpoint of it, too, but no fine-tuned model.
-        name=rf"(^|/){name}(-fp8|-awq|-gptq)?$",
+        name=rf"(^|/){name}([-._]({_NARROW}))*$",
         kind=f"{kind} head",
         num_speculative_tokens=k,
     )
@@ -83,9 +87,15 @@ _QWEN_3_32B = "Qwen3 32B", "qwen3-32b"
 _LLAMA_31_8B = "Llama 3.1 8B Instruct", r"(meta-)?llama-3\.1-8b-instruct"
 _GPT_OSS_20B = "gpt-oss 20B", "gpt-oss-20b"
 _GPT_OSS_120B = "gpt-oss 120B", "gpt-oss-120b"
-_QWEN_3_30B = "Qwen3 30B-A3B Instruct", "qwen3-30b-a3b-instruct-2507"
-_QWEN_3_30B_HEAD = "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3"
+_QWEN_3_30B = "Qwen3 30B-A3B", "qwen3-30b-a3b"
+_QWEN_3_30B_INSTRUCT = "Qwen3 30B-A3B Instruct", "qwen3-30b-a3b-instruct-2507"
+_QWEN_3_30B_THINKING = "Qwen3 30B-A3B Thinking", "qwen3-30b-a3b-thinking-2507"
+_OF_30B = "RedHatAI/Qwen3-30B-A3B"
 _QWEN_3_CODER = "Qwen3 Coder 30B-A3B Instruct", "qwen3-coder-30b-a3b-instruct"
+_EAGLE_OF_CODER = "lmsys/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct-SpecForge"
+_QWEN_35_9B = "Qwen3.5 9B", r"qwen3\.5-9b"
+_QWEN_35_27B = "Qwen3.5 27B", r"qwen3\.5-27b"
+_QWEN_35_35B = "Qwen3.5 35B-A3B", r"qwen3\.5-35b-a3b"
 _QWEN_36_27B = "Qwen3.6 27B", r"qwen3\.6-27b"
 _QWEN_36_35B = "Qwen3.6 35B-A3B", r"qwen3\.6-35b-a3b"
 _QWEN_38_27B = "Qwen3.8 27B", r"qwen3\.8-27b"
@@ -105,7 +115,7 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
         num_parameters=135_000_000,
         family="SmolLM2",
         name="smollm2",
-        model_type="llama",
+        model_types=("llama",),
         vocab_sizes=_SMOLLM_2,
     ),
     KnownDraft(
@@ -113,7 +123,7 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
         num_parameters=17_000_000,
         family="SmolLM2",
         name="smollm2",
-        model_type="llama",
+        model_types=("llama",),
         vocab_sizes=_SMOLLM_2,
     ),
     *(
@@ -126,8 +136,15 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
             (_GPT_OSS_20B, "RedHatAI/gpt-oss-20b-speculator.eagle3", "EAGLE-3", 0.5, 6),
             # Sizes that were not looked up, but are about these.
             (_GPT_OSS_120B, "RedHatAI/gpt-oss-120b-speculator.eagle3", "EAGLE-3", 0.5, 6),
-            (_QWEN_3_30B, _QWEN_3_30B_HEAD, "EAGLE-3", 0.5, 6),
+            (_QWEN_3_30B, f"{_OF_30B}-speculator.eagle3", "EAGLE-3", 0.5, 6),
+            (_QWEN_3_30B_INSTRUCT, f"{_OF_30B}-Instruct-2507-speculator.eagle3", "EAGLE-3", 0.5, 6),
+            (_QWEN_3_30B_THINKING, f"{_OF_30B}-Thinking-2507-speculator.eagle3", "EAGLE-3", 0.5, 6),
             (_QWEN_3_CODER, "z-lab/Qwen3-Coder-30B-A3B-DFlash", "DFlash", 0.5, 7),
+            (_QWEN_3_CODER, _EAGLE_OF_CODER, "EAGLE-3", 0.2, 6),
+            (_QWEN_3_30B, f"{_OF_30B}-speculator.dflash", "DFlash", 0.68, 7),
+            (_QWEN_3_30B_INSTRUCT, f"{_OF_30B}-Instruct-2507-speculator.dflash", "DFlash", 0.68, 7),
+            (_GPT_OSS_20B, "z-lab/gpt-oss-20b-DFlash", "DFlash", 0.8, 7),
+            (_GPT_OSS_120B, "z-lab/gpt-oss-120b-DFlash", "DFlash", 0.8, 7),
             # The Qwen ones were trained on answers without thinking.
             (_QWEN_3_8B, "deepseek-ai/dspark_qwen3_8b_block7", "DSpark", 1.75, 7),
             (_QWEN_3_8B, "z-lab/Qwen3-8B-DFlash-b16", "DFlash", 1.05, 7),
@@ -139,7 +156,7 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
         model="Qwen/Qwen3-0.6B",
         num_parameters=600_000_000,
         family="Qwen3",
-        model_type="qwen3",
+        model_types=("qwen3",),
         vocab_sizes=frozenset({151_936}),
     ),
     *(
@@ -147,23 +164,24 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
             model=MTP,
             num_parameters=0,  # none besides the target's
             family=family,
-            model_type=model_type,
+            model_types=tuple(model_types),
             kind="MTP head",
             num_speculative_tokens=3,
         )
-        for family, model_type in (
+        for family, *model_types in (
             ("MiMo 7B", "mimo"),
             ("GLM-4.5 to 4.7", "glm4_moe"),
-            ("Qwen3.5 and 3.6", "qwen3_5"),
-            ("Qwen3.5 and 3.6", "qwen3_5_text"),
-            ("Qwen3.5 and 3.6, mixtures", "qwen3_5_moe"),
-            ("Qwen3.5 and 3.6, mixtures", "qwen3_5_moe_text"),
+            ("Qwen3.5 to 3.8", "qwen3_5", "qwen3_5_text"),
+            ("Qwen3.5 to 3.8, mixtures", "qwen3_5_moe", "qwen3_5_moe_text"),
             ("Qwen3-Next", "qwen3_next"),
         )
     ),
     *(  # behind the heads in the checkpoints of these, which nobody has to download
         _head(one, model, kind, billions, 7)
         for one, model, kind, billions in (
+            (_QWEN_35_9B, "z-lab/Qwen3.5-9B-DFlash", "DFlash", 1.0),
+            (_QWEN_35_27B, "z-lab/Qwen3.5-27B-DFlash", "DFlash", 1.74),
+            (_QWEN_35_35B, "z-lab/Qwen3.5-35B-A3B-DFlash", "DFlash", 0.39),
             (_QWEN_36_27B, "z-lab/Qwen3.6-27B-DFlash", "DFlash", 1.74),
             (_QWEN_36_35B, "z-lab/Qwen3.6-35B-A3B-DFlash", "DFlash", 0.39),
             (_QWEN_CODER_NEXT, "z-lab/Qwen3-Coder-Next-DFlash", "DFlash", 0.5),
@@ -177,7 +195,7 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
         num_parameters=1_780_000_000,
         family="DeepSeek-R1-Distill-Qwen",
         name="r1-distill-qwen",
-        model_type="qwen2",
+        model_types=("qwen2",),
         vocab_sizes=_QWEN_2,
     ),
     KnownDraft(
@@ -185,7 +203,7 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
         num_parameters=494_000_000,
         family="Qwen2.5-Coder",
         name="coder",
-        model_type="qwen2",
+        model_types=("qwen2",),
         vocab_sizes=_QWEN_2,
         num_speculative_tokens=6,  # code is easy to predict
     ),
@@ -194,7 +212,7 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
         num_parameters=494_000_000,
         family="Qwen2.5",
         name="^(?!.*r1-distill)",
-        model_type="qwen2",
+        model_types=("qwen2",),
         vocab_sizes=_QWEN_2,
     ),
     KnownDraft(
@@ -202,7 +220,7 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
         num_parameters=1_240_000_000,
         family="Llama 3",
         name="^(?!.*r1-distill)",
-        model_type="llama",
+        model_types=("llama",),
         vocab_sizes=_LLAMA_3,
     ),
     *(
@@ -210,7 +228,7 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
             model=model,
             num_parameters=num_parameters,
             family="Gemma 3",
-            model_type="gemma3_text",
+            model_types=("gemma3_text",),
             vocab_sizes=_GEMMA_3,
             num_speculative_tokens=5,
         )

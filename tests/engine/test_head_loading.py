@@ -95,6 +95,7 @@ def test_a_bias_of_another_length_is_reported_at_load(
         ({"hidden_act": "relu"}, "its activation is relu"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "its RoPE is dynamic"),
         ({"fc_norm": True}, "no tensor 'fc_norm.0.weight'"),
+        ({"architectures": ["LiLiCorrDraftModel"]}, "of kind lilicorr; of heads, eagle3, peagle"),
         ({"architectures": ["MedusaModel"]}, "of kind medusa; of heads, eagle3, peagle, dflash"),
     ],
 )

@@ -62,7 +62,22 @@ def target(name: str, model_type: str, vocab_size: int, billions: float) -> Targ
             target("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", "qwen3_moe", 151_936, 30.5),
             "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",
         ),
-        (target("Qwen/Qwen3-30B-A3B-Thinking-2507", "qwen3_moe", 151_936, 30.5), None),
+        (
+            target("Qwen/Qwen3-30B-A3B-Thinking-2507", "qwen3_moe", 151_936, 30.5),
+            "RedHatAI/Qwen3-30B-A3B-Thinking-2507-speculator.eagle3",
+        ),
+        (
+            target("Qwen/Qwen3-30B-A3B-GPTQ-Int4", "qwen3_moe", 151_936, 30.5),
+            "RedHatAI/Qwen3-30B-A3B-speculator.eagle3",
+        ),
+        (target("me/Qwen3-30B-A3B-tuned", "qwen3_moe", 151_936, 30.5), None),
+        *(
+            (
+                target(f"of/Qwen3-14B{end}", "qwen3", 151_936, 14.8),
+                "RedHatAI/Qwen3-14B-speculator.eagle3",
+            )
+            for end in ("-GPTQ-Int4", "-AWQ-4bit", "-quantized.w4a16", "-FP8-dynamic", "_NVFP4")
+        ),
         (target("/models/mine", "qwen3", 151_936, 32.8), "Qwen/Qwen3-0.6B"),
         (target("Qwen/Qwen3-0.6B", "qwen3", 151_936, 0.6), None),
         (target("Qwen/Qwen2.5-7B-Instruct", "qwen2", 152_064, 7.6), "Qwen/Qwen2.5-0.5B-Instruct"),
@@ -126,7 +141,9 @@ def test_the_heads_of_our_configs_are_known_with_their_k() -> None:
 
 def test_no_draft_suits_a_target_of_its_own_size() -> None:
     for known in KNOWN_DRAFTS:
-        own_size = target(known.model, known.model_type, min(known.vocab_sizes or {0}), 0.0)
+        own_size = target(
+            known.model, next(iter(known.model_types), ""), min(known.vocab_sizes or {0}), 0.0
+        )
         assert known.model == MTP or not known.suits(own_size)
 
 
@@ -305,7 +322,7 @@ def test_without_a_hub_a_draft_that_needs_none_is_taken(
     target = save_tiny_model_with_tokenizer(tmp_path / "target")
     draft = save_tiny_model_with_tokenizer(tmp_path / "draft", num_hidden_layers=1)
     drafts = [
-        KnownDraft(model=name, num_parameters=0, family="tiny Llamas", model_type="llama")
+        KnownDraft(model=name, num_parameters=0, family="tiny Llamas", model_types=("llama",))
         for name in ("a/b", "c/d", DEFAULT_DRAFT)
     ]
     monkeypatch.setattr(known_drafts, "KNOWN_DRAFTS", drafts)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # The first of these that is part of an architecture's name, or of speculators' name for it.
 _NAMED_KINDS = (
     *("mtphead", "eagle3", "peagle", "dflash2", "domino", "dflash", "dspark"),
-    *("eagle", "medusa", "hydra", "mlpspeculator"),
+    *("eagle", "lilicorr", "xpress", "medusa", "hydra", "mlpspeculator"),
 )
 KINDS = ("eagle3", "peagle", "dflash", "dflash2", "dspark")  # those that can be run
 MTP_HEAD = "mtphead"  # an MTP head in a folder of its own, with its target's config
