@@ -60,8 +60,9 @@ class SamplingParams:
     for the tokens of the prompt. `logprob_token_ids` are reported in place of the best
     alternatives. `max_tokens` 0 computes the prompt and emits nothing.
 
-    `num_speculative_tokens` is this request's own k, capped at the engine's; None lets the engine
-    choose. `verification` is the rule that accepts drafts; None takes the engine's. Only under
+    `num_speculative_tokens` is this request's own k, at most the engine's: how many drafts of a
+    model it has in a step. Looked-up ones are as many as pay, unless k is 0; None lets the engine
+    choose k. `verification` is the rule that accepts drafts; None takes the engine's. Only under
     "match" do the tokens depend on the seed alone: under the other rules they also depend on what
     was drafted, which depends on the other requests in the batch.
     `grammar` constrains the output; it is written in llguidance's dialect of Lark.

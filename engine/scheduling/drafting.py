@@ -23,9 +23,10 @@ _LOOKED_UP_MASKS = 8  # for looked-up drafts of a sequence, where masks are rati
 class Drafting:
     """Gives drafts to the sequences of the step that is planned.
 
-    A request names its k, or the choice is ours: of a model's drafts by what steps cost, of
-    looked-up ones as many as are worth their rows. Neither may exceed what the proposer can make,
-    the room that the sequence has, and the masks that its grammar can compute in time.
+    Of a model's drafts a request names its k, or the choice is ours, by what steps cost. Looked-up
+    ones are as many as are worth their rows, whatever k is; of k = 0 there are none. Neither may
+    exceed what the proposer can make, the room that the sequence has, and the masks that its
+    grammar can compute in time.
     """
 
     def __init__(self, sequences: Sequences, proposer: Proposer) -> None:
@@ -184,8 +185,7 @@ class Drafting:
         scheduled.max_drawn = scheduled.max_drafts = min(k, room)
         if adaptive is not None and adaptive.is_measuring:
             return
-        own_k = request.params.num_speculative_tokens
-        most = min(room, self._sequences.max_drafts if own_k is None else own_k)
+        most = min(room, self._sequences.max_drafts)
         most = min(most, max(0, self._num_questions.get(request, most + 1) - 1))
         wishes = self._proposer.wishes(request) if self._is_due(request) else ()
         if not wishes:

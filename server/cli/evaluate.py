@@ -112,7 +112,9 @@ def evaluate_command(
             settings = pair.settings
             most = settings.speculation.num_speculative_tokens or 0
             _check_ks(k, most)  # only now: the draft may have brought its own k
-            ks: list[int | None] = [measure.PLAIN, *sorted(set(k or _powers_up_to(most)))]
+            # k is of a model's drafts; looked-up ones have their own number.
+            fixed = k or (_powers_up_to(most) if pair.draft else [most])
+            ks: list[int | None] = [measure.PLAIN, *sorted(set(fixed))]
             if settings.speculation.adaptive:
                 ks.append(measure.OWN_CHOICE)
             tokenizer = Tokenizer(pair.tokenizer)

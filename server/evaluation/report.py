@@ -83,7 +83,8 @@ def print_tables(tallies: Tallies, title: str, console: Console) -> None:
                 *(f"{up:.2f}" for up in ups),
                 str(best_k(tallies, category, temperature)),
             )
-            shares = [f"{a:.3f}" for a in most.acceptance_by_position]
+            # Looked-up drafts may go further than k.
+            shares = [f"{a:.3f}" for a in most.acceptance_by_position[: fixed[-1]]]
             shares += [""] * (fixed[-1] - len(shares))
             drafts.add_row(
                 category, f"{most.acceptance or 0:.3f}", *shares, f"{most.tokens_per_step:.2f}"

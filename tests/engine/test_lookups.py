@@ -252,8 +252,8 @@ def test_a_right_prediction_takes_few_steps_where_the_model_does_not_draft(
     [outputs] = run(engine, [PROMPT], LONG, [tokens(plain)])
     assert tokens(outputs) == tokens(plain)
     assert len(outputs) <= 8
-    [outputs] = run(engine, [PROMPT], replace(LONG, num_speculative_tokens=2), [tokens(plain)])
-    assert len(outputs) >= 14  # who names a k gets no more
+    [outputs] = run(engine, [PROMPT], replace(LONG, num_speculative_tokens=1), [tokens(plain)])
+    assert len(outputs) <= 8  # a k that is named is of the model's drafts, too
     [outputs] = run(engine, [PROMPT], replace(LONG, num_speculative_tokens=0), [tokens(plain)])
     assert len(outputs) == 40
 

@@ -81,6 +81,14 @@ def test_tables_show_every_category_and_k() -> None:
     assert "0.400" in text
 
 
+def test_looked_up_drafts_add_no_columns() -> None:
+    looked_up = Tally(30, 10, 1.0, [10] * 32, [5] * 32)
+    tallies = {("a", 0.0, 0): Tally(30, 30, 1.0), ("a", 0.0, 2): looked_up}
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_tables(tallies, "pair", console)
+    assert console.export_text().count("0.500") == 2 * 3  # accepted, up to 1 and 2; "a" and "all"
+
+
 def test_prompts_of_every_category_are_shipped() -> None:
     prompts = held_out_prompts()
     assert set(prompts) == {"chat", "code", "summarising", "json"}
