@@ -14,6 +14,7 @@ EngineState = Literal["starting", "ready", "restarting", "failed", "stopped"]
 # the logits by it could overflow float32.
 MIN_TEMPERATURE = 1e-5
 MAX_TOP_K = 2**31 - 1  # slots hold 32 bits; no vocabulary is as large
+MAX_K = 32  # kernels.verify.sampling.MAX_DRAFTS
 MAX_LOGPROBS = 128  # alternatives reported for one token
 # A larger penalty, or one below the inverse, could push a logit out of float32's range.
 MAX_REPETITION_PENALTY = 1e6

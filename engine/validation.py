@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from .api import (
+    MAX_K,
     MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,
     MAX_TOP_K,
@@ -48,7 +49,7 @@ def check_request(
         raise InvalidRequestError("logprob_token_ids: they need logprobs")
     if params.num_speculative_tokens is not None:
         k = params.num_speculative_tokens
-        _check("num_speculative_tokens", k, k >= 0, "at least 0")
+        _check("num_speculative_tokens", k, 0 <= k <= MAX_K, f"0 to {MAX_K}")
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_edits(params, vocab_size, frozenset((*params.stop_token_ids, *eos_token_ids)))
 

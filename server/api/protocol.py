@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 from typing_extensions import TypeAliasType
 
-from outrider.engine.api import Verification
+from outrider.engine.api import MAX_K, Verification
 
 from ..base.content import TextOr, TextParts
 from ..base.fields import (
@@ -40,7 +40,7 @@ class Speculation(APIRequest):
     model_config = ConfigDict(extra="forbid")
 
     enabled: bool = True
-    num_speculative_tokens: Int | None = Field(default=None, ge=0)
+    num_speculative_tokens: Int | None = Field(default=None, ge=0, le=MAX_K)
     verification: Verification | None = None
     sources: list[str] | None = Field(default=None, max_length=16)  # of drafts; None: all
     metrics: bool | None = None  # report how many drafts were accepted; None: the server's setting

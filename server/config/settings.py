@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from outrider.engine.api import SourceName
+from outrider.engine.api import MAX_K, SourceName
 
 from .model_names import name_of
 from .server_settings import ANY_NAME, ServerSettings, SettingsSection
@@ -135,10 +135,10 @@ class SpeculationSettings(SettingsSection):
     num_speculative_tokens: int | None = Field(
         default=None,
         ge=0,
-        le=32,
+        le=MAX_K,
         description="Maximum draft tokens of a model per request and step (k); 0: plain decoding. "
-        "Drafts that are looked up have their own number, up to 32. Unset: what suits the draft if "
-        f"the server chooses it, else {DEFAULT_K}.",
+        f"Drafts that are looked up have their own number, up to {MAX_K}. Unset: what suits the "
+        f"draft if the server chooses it, else {DEFAULT_K}.",
     )
     adaptive: bool = Field(
         default=True,

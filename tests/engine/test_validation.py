@@ -4,14 +4,23 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.engine.api import InvalidRequestError, NewRequest, SamplingParams
+from outrider.engine.api import MAX_K, InvalidRequestError, NewRequest, SamplingParams
 from outrider.engine.validation import check_request
+from outrider.kernels.verify.sampling import MAX_DRAFTS
 
 PLAIN = SamplingParams(max_tokens=4)
 
 
 def check(params: SamplingParams) -> None:
     check_request(NewRequest(request_id="r", prompt_token_ids=[1], params=params), 100, 50)
+
+
+@pytest.mark.parametrize("k", [-1, MAX_K + 1, 50])
+def test_a_k_that_no_step_can_have_is_refused(k: int) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"num_speculative_tokens: {k} .* be 0 to 32"):
+        check(replace(PLAIN, num_speculative_tokens=k))
+    check(replace(PLAIN, num_speculative_tokens=MAX_K))
+    assert MAX_K == MAX_DRAFTS
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-39, 9.9e-6])

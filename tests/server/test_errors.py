@@ -129,6 +129,7 @@ def failing_after_two(request: NewRequest) -> list[Any]:
         (OK | {"min_tokens": 10**30}, "min_tokens"),
         (OK | {"priority": -(2**64)}, "priority"),
         (OK | {"speculation": {"num_speculative_tokens": 1e40}}, "speculation"),
+        (OK | {"speculation": {"num_speculative_tokens": 33}}, "speculation"),
         (OK | {"min_tokens": -1}, "min_tokens"),
         (OK | {"min_tokens": 17}, "min_tokens"),
         (OK | {"response_format": {"type": "json_object"}}, "response_format"),

@@ -50,7 +50,7 @@ def sampling_fields(rng: random.Random) -> dict[str, Thunk]:
             [{"regex": "[a-f]{1,8}"}, {"choice": ["yes", "no"]}, {"json": {"type": "integer"}}]
         ),
         "speculation": lambda: {
-            "num_speculative_tokens": pick([0, 1, 2, 9, 10**6]),
+            "num_speculative_tokens": pick([0, 1, 2, 9, 32, 10**6]),
             "verification": pick(["token", "block", "match"]),
         },
         "stream": lambda: rng.random() < 0.5,
