@@ -13,8 +13,7 @@ from ..models.families import FAMILIES, why_unknown
 from ..models.formats import take_format
 from ..models.gguf_file import holds_gguf
 from ..models.heads.config import is_head
-
-_LEAST_EQUAL = 0.95  # memory of the smallest GPU by that of the largest
+from .fit import are_equal
 
 
 def check_ranks(config: EngineConfig, device: torch.device) -> None:
@@ -26,8 +25,8 @@ def check_ranks(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(f"target.tensor_parallel is {target.tensor_parallel}; it is at least 1")
     reason = None
     if target.tensor_parallel > 1:
-        reason = _why_not_shared(target, "target", "leave it out, or run a replica on each GPU")
-        reason = reason or _why_not_these_gpus(target.tensor_parallel, device)
+        alone = "leave it out, or run a replica on each GPU"
+        reason = why_not_on(target.tensor_parallel, target, device, alone)
         reason = reason or _why_not_in_this_process()
     if reason is not None:
         raise ConfigError(f"target.tensor_parallel is {target.tensor_parallel}, but {reason}")
@@ -38,6 +37,16 @@ def check_ranks(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(f"draft.tensor_parallel is {draft.tensor_parallel}, but {reason}")
 
 
+def why_not_on(
+    num_ranks: int, target: ModelConfig, device: torch.device, alone: str = ""
+) -> str | None:
+    """What keeps the first so many GPUs, or processes on a CPU, from sharing a target; None:
+    nothing does. `alone`: what to do instead, if it cannot be shared at all.
+    """
+    reason = why_not_shared(num_ranks, target, alone=alone)
+    return reason or _why_not_these_gpus(num_ranks, device)
+
+
 def _why_not_with(num_ranks: int, draft: ModelConfig) -> str | None:
     if draft.tensor_parallel != num_ranks:
         return (
@@ -46,7 +55,7 @@ def _why_not_with(num_ranks: int, draft: ModelConfig) -> str | None:
         )
     if is_head(draft):
         return "only a draft model can be shared, and this is a head: leave it out"
-    return _why_not_shared(draft, "draft", "leave it out")
+    return why_not_shared(num_ranks, draft, "draft", alone="leave it out")
 
 
 def _why_not_these_gpus(size: int, device: torch.device) -> str | None:
@@ -69,7 +78,7 @@ def _why_not_these_gpus(size: int, device: torch.device) -> str | None:
             "with CUDA_VISIBLE_DEVICES"
         )
     sizes = [gpu.total_memory for gpu in gpus]
-    if min(sizes) < _LEAST_EQUAL * max(sizes):
+    if not are_equal(sizes):
         given = ", ".join(f"{each / 2**30:.0f}" for each in sizes)
         return (
             f"the GPUs have {given} GiB, and all get shares of the same size: choose equal ones "
@@ -87,23 +96,29 @@ def _why_not_in_this_process() -> str | None:
     return None
 
 
-def _why_not_shared(model: ModelConfig, role: Literal["target", "draft"], alone: str) -> str | None:
-    """`alone`: what to do instead."""
+def why_not_shared(
+    num_ranks: int,
+    model: ModelConfig,
+    role: Literal["target", "draft"] = "target",
+    *,
+    alone: str = "",
+) -> str | None:
+    """What keeps so many ranks from sharing a model; None: nothing does. `alone` as above."""
+    instead = alone and f": {alone}"
     if holds_gguf(Path(model.path)):
-        return f"the {role} is a GGUF file, which is read whole: {alone}"
+        return f"the {role} is a GGUF file, which is read whole{instead}"
     if not (Path(model.path) / "config.json").is_file():
         return None  # whoever reads it says so
     config = load_config(model.path, trust_remote_code=model.trust_remote_code)
     take_format(config, Path(model.path))  # the configuration is then that of the plain model
     if reason := why_unknown(config):
-        return f"the {role} runs as transformers has it ({reason}): {alone}"
+        return f"the {role} runs as transformers has it ({reason}){instead}"
     family = FAMILIES[config.model_type]
-    cut = family.cut_by(config, model.tensor_parallel)
+    cut = family.cut_by(config, num_ranks)
     if not cut:
         return None
-    works = alone
     if role == "target":
         numbers = range(1, config.num_attention_heads + 1)
         choices = [str(n) for n in numbers if not family.cut_by(config, n)]
-        works = f"set it to {' or '.join(choices)}"
-    return f"it does not divide {', '.join(cut)}: {works}"
+        instead = f": set it to {' or '.join(choices)}"
+    return f"it does not divide {', '.join(cut)}{instead}"

@@ -33,7 +33,7 @@ def doctor_command(
         "system": machine.system(),
         "Python": machine.python(),
         "torch": machine.torch_build(),
-        "GPU": machine.gpu(target.device, target.tensor_parallel),
+        "GPU": machine.gpu(target.device, target.tensor_parallel or 1),
         "compiler": machine.compiler(),
         "processor": machine.processor(),
         "memory": machine.memory(),
@@ -45,7 +45,7 @@ def doctor_command(
         "pair": machine.pair(
             has_hub=hub.state == "ok",
             configured=configured,
-            num_ranks=target.tensor_parallel,
+            num_ranks=target.tensor_parallel or (1 if ":" in target.device else None),
             shares_draft=settings.draft.tensor_parallel > 1,
         ),
     }

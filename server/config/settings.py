@@ -59,12 +59,12 @@ class TargetSettings(_ModelSettings):
     device: Device = Field(
         default="auto", description="auto | cpu | cuda | cuda:N; auto: cuda where there is one."
     )
-    tensor_parallel: int = Field(
-        default=1,
+    tensor_parallel: int | None = Field(
+        default=None,
         ge=1,
         description="Processes that share the target's layers, each with a GPU of its own; the "
-        "draft is whole on the first unless draft.tensor_parallel is set. For targets that do not "
-        "fit on one GPU.",
+        "draft is whole on the first unless draft.tensor_parallel is set. Unset: 1 if the pair "
+        "fits on one GPU, else the fewest of the visible GPUs that it fits on; on a CPU 1.",
     )
     chat_template: Path | None = Field(
         default=None,
@@ -344,8 +344,8 @@ class Settings(SettingsSection):
         if self.draft.tensor_parallel not in (1, self.target.tensor_parallel):
             raise ValueError(
                 f"draft.tensor_parallel is {self.draft.tensor_parallel}, target.tensor_parallel "
-                f"{self.target.tensor_parallel}; a draft is whole, or shared by all that share the "
-                "target: leave it out, or set both to one number"
+                f"{self.target.tensor_parallel or 'unset'}; a draft is whole, or shared by all "
+                "that share the target: leave it out, or set both to one number"
             )
         if "draft_model" in self.speculation.proposer and self.draft.model is None:
             raise ValueError(

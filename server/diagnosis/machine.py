@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from outrider.engine.host_memory import available_bytes
 from outrider.engine.models.admission import resolve_dtype
+from outrider.engine.ranks.fit import are_equal, fewest_gpus, room_for_weights
 from outrider.kernels.cpu import layers
 
 from ..models import builtin, store
@@ -24,12 +24,9 @@ from ..models.known_drafts import SUGGESTED, Suggestion
 
 LEAST_CAPABILITY = (8, 0)  # of a GPU: from here on tensor cores compute in bfloat16
 LEAST_DISK_GB = 2.0  # for the default pair and its download
-# Share of a GPU's memory, or of a CPU's free memory, that the weights of a pair may take: the rest
-# is for the KV cache and for steps.
-WEIGHTS_SHARE_GPU, WEIGHTS_SHARE_CPU = 0.8, 0.5
-# What the largest step, graphs and a short context of a suggested pair take of a GPU, whatever its
-# size, and the share of it that the server takes if nobody says (engine.gpu_memory_utilization).
-STEP_GB, USED_SHARE = 3.0, 0.9
+# Share of a CPU's free memory that the weights of a pair may take: the rest is for the KV cache and
+# for steps.
+WEIGHTS_SHARE_CPU = 0.5
 # Weights are read once for each token: more than this is too slow from a CPU's memory.
 MAX_CPU_WEIGHTS_GB = 5.0
 
@@ -200,23 +197,24 @@ def pair(
     *,
     has_hub: bool,
     configured: str | None = None,
-    num_ranks: int = 1,
+    num_ranks: int | None = None,
     shares_draft: bool = False,
 ) -> Finding:
     """Whether the configured target fits this machine with its draft; if none is configured, the
-    largest suggested pair that does and can be obtained. `num_ranks` share the target, and perhaps
-    the draft, which is counted as if it were whole.
+    largest suggested pair that does and can be obtained. `num_ranks` share the target (None: as few
+    as hold it), and perhaps the draft, which is counted as if it were whole.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus, numbers = torch.cuda.device_count() if torch.cuda.is_available() else 0, [1]
     if torch.cuda.is_available():
-        total_gb, where = torch.cuda.mem_get_info()[1] / 1e9, "the GPU"
+        total_bytes, where = torch.cuda.mem_get_info()[1], "the GPU"
         if num_gpus > 1:
             totals = [torch.cuda.mem_get_info(i)[1] for i in range(num_gpus)]
-            total_gb, where = min(totals) / 1e9, "each GPU"
-        room_gb = max(0, min(WEIGHTS_SHARE_GPU * total_gb, USED_SHARE * total_gb - STEP_GB))
+            total_bytes, where = min(totals), "each GPU"
+            numbers += [n for n in (2, 4, 8) if n <= num_gpus and are_equal(totals)]
+        room_bytes = room_for_weights(total_bytes)
     else:
-        room_gb, where = available_bytes() / 1e9 * WEIGHTS_SHARE_CPU, "the CPU"
-        room_gb = min(room_gb, MAX_CPU_WEIGHTS_GB)
+        room_bytes, where = available_bytes() * WEIGHTS_SHARE_CPU, "the CPU"
+        room_bytes = min(room_bytes, MAX_CPU_WEIGHTS_GB * 1e9)
     at_hand = [each for each in SUGGESTED if has_hub or each.model in builtin.BUILTINS]
     if configured is not None:
         at_hand = [each for each in SUGGESTED if each.model == configured]
@@ -227,21 +225,19 @@ def pair(
     if not torch.cuda.is_available():
         dtype = resolve_dtype("auto", PreTrainedConfig(), torch.device("cpu"))
         at_hand = [_in_dtype(each, dtype) for each in at_hand]
-    fitting = [each for each in at_hand if each.gb_of_first(num_ranks) <= room_gb]
-    suggested = (fitting or at_hand[-1:])[0]
+    numbers = numbers if num_ranks is None else [num_ranks]
+    fits = ((each, fewest_gpus(each.weights, room_bytes, numbers)) for each in at_hand)
+    suggested, num = next((found for found in fits if found[1]), (at_hand[-1], None))
     text = f"{suggested.model} and its draft take {suggested.size_gb:.1f} GB of weights in "
     text += str(dtype).removeprefix("torch.")
-    if num_ranks > 1:
+    if (shared_by := num or numbers[0]) > 1:
         most = "at most " if shares_draft else ""
-        first_gb = suggested.gb_of_first(num_ranks)
-        text += f", {most}{first_gb:.1f} GB on the first of {num_ranks} ranks"
-    text += f"; {where} has room for {room_gb:.1f}"
-    if num_ranks == 1:
-        too_large = [each for each in at_hand if each not in fitting]
-        text += _fit_by_sharing(too_large, num_gpus, room_gb)
-    if fitting:
+        first_gb = suggested.weights.of_first(shared_by) / 1e9
+        text += f", {most}{first_gb:.1f} GB on the first of {shared_by} ranks"
+    text += f"; {where} has room for {room_bytes / 1e9:.1f}"
+    if num is not None:
         remedy = f"outrider serve {suggested.model}" if configured is None else None
-        if remedy is not None and num_ranks > 1:
+        if remedy is not None and num_ranks is not None and num_ranks > 1:
             remedy += f" --tensor-parallel {num_ranks}"
         return Finding("ok", text, remedy)
     # Fewer bits, if the config asks for them, may fit.
@@ -255,16 +251,3 @@ def _in_dtype(each: Suggestion, dtype: torch.dtype) -> Suggestion:
         return each
     factor = dtype.itemsize / torch.bfloat16.itemsize
     return each._replace(size_gb=factor * each.size_gb, whole_gb=factor * each.whole_gb)
-
-
-def _fit_by_sharing(too_large: Sequence[Suggestion], num_gpus: int, room_gb: float) -> str:
-    """Of targets that fit on no GPU alone, the largest that some of the GPUs can share."""
-    numbers = [n for n in (2, 4, 8) if n <= num_gpus]
-    for each in too_large:
-        for n in numbers:
-            if each.model not in builtin.BUILTINS and each.gb_of_first(n) <= room_gb:
-                return (
-                    f". {each.model} fits on {n} of the {num_gpus} GPUs, with "
-                    f"{each.gb_of_first(n):.1f} GB on the first: --tensor-parallel {n}"
-                )
-    return ""

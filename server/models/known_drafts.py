@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from outrider.engine.ranks.fit import Weights
+
 from ..config.settings import DEFAULT_DRAFT, DEFAULT_K, DEFAULT_TARGET, MTP
 
 # A draft larger than this share of its target costs more than its drafts gain.
@@ -30,11 +32,11 @@ class Suggestion(NamedTuple):
 
     model: str
     size_gb: float
-    whole_gb: float  # draft, embedding and output layer: on the first GPU, however many share
+    whole_gb: float  # draft, embedding and output layer
 
-    def gb_of_first(self, num_gpus: int) -> float:
-        """On the first of so many GPUs that share the target."""
-        return self.whole_gb + (self.size_gb - self.whole_gb) / num_gpus
+    @property
+    def weights(self) -> Weights:
+        return Weights(self.size_gb * 1e9, self.whole_gb * 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

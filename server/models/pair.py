@@ -176,13 +176,16 @@ def _common_vocabulary(
 
 
 def engine_config(pair: Pair) -> EngineConfig:
-    """The engine's configuration: the settings, with nothing left to look up."""
+    """The engine's configuration: the settings, with nothing left to look up or to choose.
+
+    Raises ConfigError if the pair fits on no number of GPUs, and nobody has set one.
+    """
     settings = pair.settings
     dtype = settings.target.dtype
     device = resolve_device(settings.target.device)
     given = settings.scheduler
     num_seqs, num_rows = _step_size(device, given.max_num_seqs, given.max_num_batched_tokens)
-    return EngineConfig(
+    config = EngineConfig(
         target=_model_config(pair.target, dtype, settings.target),
         draft=(
             replace(
@@ -215,6 +218,11 @@ def engine_config(pair: Pair) -> EngineConfig:
             max_itl_ms=settings.scheduler.max_itl_ms,
         ),
     )
+    if device == "cpu" or settings.target.tensor_parallel is not None:
+        return config
+    from outrider.engine.ranks.choice import choose_ranks  # imports the families of models
+
+    return choose_ranks(config)
 
 
 def _step_size(device: str, num_seqs: int | None, num_rows: int | None) -> tuple[int, int]:
@@ -269,7 +277,7 @@ def _model_config(
             settings.attention_window if isinstance(settings, DraftSettings) else None
         ),
         is_mtp=isinstance(settings, DraftSettings) and settings.model == MTP,
-        tensor_parallel=settings.tensor_parallel,
+        tensor_parallel=settings.tensor_parallel or 1,
     )
 
 

@@ -200,13 +200,17 @@ def test_the_largest_pair_that_fits_is_suggested(
 @pytest.mark.parametrize(
     ("totals_gb", "model", "words"),
     [
-        ([48, 48], "Qwen/Qwen3-14B", "Qwen3-32B fits on 2 of the 2 GPUs, with 35.5 GB"),
-        ([24] * 4, "Qwen/Qwen3-8B", "Qwen3-14B fits on 2 of the 4 GPUs, with 17.5 GB on the first"),
-        ([80, 24], "Qwen/Qwen3-8B", "each GPU has room for 18.6"),  # the smaller one decides
-        ([141, 141], "Qwen/Qwen3-32B", "each GPU has room for 112.8"),
+        ([48, 48], "Qwen/Qwen3-32B", "35.5 GB on the first of 2 ranks; each GPU has room for 38.4"),
+        ([24] * 4, "Qwen/Qwen3-14B", "17.5 GB on the first of 2 ranks"),
+        (
+            [80, 24],
+            "Qwen/Qwen3-8B",
+            "in bfloat16; each GPU has room for 18.6",
+        ),  # the smaller one decides
+        ([141, 141], "Qwen/Qwen3-32B", "in bfloat16; each GPU has room for 112.8"),
     ],
 )
-def test_several_gpus_are_shown_what_they_can_share(
+def test_several_gpus_are_shown_the_largest_pair_that_they_can_share(
     monkeypatch: pytest.MonkeyPatch, totals_gb: list[int], model: str, words: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -215,8 +219,7 @@ def test_several_gpus_are_shown_what_they_can_share(
     found = machine.pair(has_hub=True)
     assert found.remedy == f"outrider serve {model}"
     assert words in found.text
-    assert ("--tensor-parallel" in found.text) == ("fits on" in words or totals_gb == [80, 24])
-    assert "--tensor-parallel" not in machine.pair(has_hub=False).text
+    assert "ranks" not in machine.pair(has_hub=False).text
 
 
 def test_a_configured_number_of_ranks_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,10 +230,11 @@ def test_a_configured_number_of_ranks_is_looked_at(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i=0: (0, 48 * 10**9))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
     model = "Qwen/Qwen3-32B"
-    assert machine.pair(has_hub=True, configured=model).state == "note"
-    found = machine.pair(has_hub=True, configured=model, num_ranks=2)
-    assert found.state == "ok"
-    assert "35.5 GB on the first of 2 ranks" in found.text
+    assert machine.pair(has_hub=True, configured=model, num_ranks=1).state == "note"
+    for num_ranks in (None, 2):  # unset, the server takes as many by itself
+        found = machine.pair(has_hub=True, configured=model, num_ranks=num_ranks)
+        assert found.state == "ok"
+        assert "35.5 GB on the first of 2 ranks" in found.text
     found = machine.pair(has_hub=True, num_ranks=2)
     assert found.remedy == f"outrider serve {model} --tensor-parallel 2"
     assert machine.gpu("auto", 2).state == "ok"

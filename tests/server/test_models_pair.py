@@ -20,7 +20,8 @@ from tiny_pairs import (
 )
 from tokenizers_for_tests import byte_level_wrapper
 
-from outrider.engine.config import DraftVocabulary
+from outrider.engine.config import ConfigError, DraftVocabulary
+from outrider.engine.ranks import fit
 from outrider.server.config.settings_loader import load_settings
 from outrider.server.models.pair import Pair, engine_config, prepare_pair, resolve_device
 from outrider.server.models.prepare import Prepared, prepare
@@ -316,6 +317,32 @@ def test_sequences_at_once_follow_from_the_device(
     tokenizer = TokenizerData.of(byte_level_wrapper())
     scheduler = engine_config(Pair(settings, models, None, 10, (1,), tokenizer)).scheduler
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == expected
+
+
+def test_gpus_that_share_the_target_are_chosen_unless_the_settings_say(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "_STEP_BYTES", 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+
+    def chosen(total_bytes: float, *given: str) -> int:
+        gpu = SimpleNamespace(name="H100", total_memory=total_bytes)
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: gpu)
+        names = f"target.model={models / 'target'}", "speculation.proposer=ngram"
+        settings = load_settings(assignments=[*names, *given], environ={})
+        return engine_config(prepare_pair(settings)).target.tensor_parallel
+
+    size = (models / "target/model.safetensors").stat().st_size
+    unset = "target.dtype=float32"
+    assert (chosen(2 * size, unset), chosen(size, unset)) == (1, 2)
+    assert chosen(size, unset, "target.quantization=fp8") == 1
+    assert chosen(size, unset, "target.device=cpu") == 1
+    for given in (1, 2):  # whether it fits or not
+        for bytes_ in (0, 2 * size):
+            assert chosen(bytes_, f"target.tensor_parallel={given}") == given
+    with pytest.raises(ConfigError, match=r"target\.device names one GPU, cuda:1: set it"):
+        chosen(size, unset, "target.device=cuda:1")
 
 
 def test_a_head_needs_no_tokenizer_and_no_setting_but_its_name(
