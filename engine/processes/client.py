@@ -44,7 +44,7 @@ class OutputStream:
         self._abort = abort
         self._unread: deque[RequestOutput] = deque()
         self._error: EngineUnavailableError | None = None  # raised once all is read
-        self._news = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None  # what the reader waits for
         self.unfinished = set(request_ids)
         self.admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -56,7 +56,7 @@ class OutputStream:
         self._unread.append(output)
         if output.finish_reason is not None:
             self.unfinished.discard(output.request_id)
-        self._news.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """Turn the submission away, or end it with this error if it was admitted."""
@@ -65,7 +65,7 @@ class OutputStream:
             self.admission.set_exception(error)
         elif isinstance(error, EngineUnavailableError):
             self._error = error
-        self._news.set()
+        self._wake()
 
     def has_more_tokens(self, request_id: str) -> bool:
         """Whether tokens of this sequence have come that were not read yet."""
@@ -81,9 +81,9 @@ class OutputStream:
                 raise error
             if not self.unfinished:
                 raise StopAsyncIteration
-            self._news.clear()
+            self._news = asyncio.get_running_loop().create_future()
             try:
-                await self._news.wait()
+                await self._news
             except asyncio.CancelledError:
                 await self.aclose()
                 raise
@@ -96,7 +96,11 @@ class OutputStream:
             self.unfinished.clear()
         self._unread.clear()
         self._error = None
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
 
 class EngineClient(ABC):

@@ -43,6 +43,7 @@ class Connection(Generic[T]):
         self._decoder = decoder
         self.hear = hear
         self._unsent: deque[bytes] = deque()
+        self._is_due = False  # whether a turn will come
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket, self._turn)
 
@@ -51,7 +52,10 @@ class Connection(Generic[T]):
         dropped when this is closed. Raises OverflowError for a number over 64 bits.
         """
         self._unsent.append(self._encoder.encode(message))
-        self._loop.call_soon(self._turn)
+        self._send_all()  # now: the other end may begin while this loop is busy with more
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._turn)
 
     def close(self) -> None:
         """Handle what has arrived already, and receive nothing more."""
@@ -60,16 +64,20 @@ class Connection(Generic[T]):
             with self._socket:
                 self._turn()
 
-    def _turn(self) -> None:
-        """Send and receive whatever can be.
-
-        The socket's descriptor is edge-triggered, and sending may consume the edge: so receive
-        after every send, until there is nothing.
-        """
+    def _send_all(self) -> None:
         with contextlib.suppress(zmq.Again):  # no peer is there yet
             while self._unsent and not self._socket.closed:
                 self._socket.send(self._unsent[0], zmq.NOBLOCK)
                 self._unsent.popleft()
+
+    def _turn(self) -> None:
+        """Send and receive whatever can be.
+
+        The socket's descriptor is edge-triggered, and sending may consume the edge: so a turn comes
+        after every send, and receives until there is nothing.
+        """
+        self._is_due = False
+        self._send_all()
         with contextlib.suppress(zmq.Again):
             while not self._socket.closed:
                 self._act(self._socket.recv(zmq.NOBLOCK))

@@ -62,6 +62,24 @@ async def test_both_ends_talk_at_the_same_time(context: ZmqContext, tmp_path: Pa
         end.close()
 
 
+async def test_a_message_is_on_its_way_before_the_loop_turns(
+    context: ZmqContext, tmp_path: Path
+) -> None:
+    endpoint, heard = f"ipc://{tmp_path}/socket", list[int]()
+    sender = Connection(context, endpoint, DECODER, heard.append)
+    with context.socket(zmq.DEALER) as peer:
+        peer.bind(endpoint)
+        sender.send(1)
+        while not peer.poll(1):
+            await asyncio.sleep(0.001)
+        sender.send(2)
+        messages = []
+        while len(messages) < 2 and peer.poll(TIMEOUT_S * 1000):  # keeps the loop from its turn
+            messages.append(msgspec.msgpack.decode(peer.recv()))
+    sender.close()
+    assert messages == [1, 2]
+
+
 async def test_who_hears_may_answer_and_close(context: ZmqContext, tmp_path: Path) -> None:
     endpoint, heard = f"ipc://{tmp_path}/socket", list[int]()
 
