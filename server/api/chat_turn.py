@@ -7,7 +7,7 @@ from starlette.requests import Request
 
 from ..base.errors import invalid_value
 from ..base.held import json_bytes
-from ..base.off_loop import off_loop
+from ..base.off_loop import json_off_loop, off_loop
 from ..base.request_key import request_key
 from ..grammar.thoughts import after_thoughts
 from ..grammar.tool_choice import Calls, calls_grammar, choose, text_and_calls_grammar
@@ -49,7 +49,7 @@ async def prepare_turn(
     if grammar is None:
         of_calls = await _grammar_of_strict_calls(service, body, prompt, calls, salt, num_bytes)
     # A model's own response template reads the whole prompt.
-    readers = await off_loop(
+    readers = await json_off_loop(
         num_bytes + body.n * len(prompt),
         _readers,
         service,
@@ -73,7 +73,7 @@ async def prepare_turn(
         readers=readers,
         shown_special_ids=_shown_special_ids(service, readers),
     )
-    return await off_loop(num_bytes, service.samples, asked)
+    return await json_off_loop(num_bytes, service.samples, asked)
 
 
 def _readers(
