@@ -1,11 +1,13 @@
 """What answering HTTP costs: CPU time a request and a token, whole and streamed.
 
     python benchmarks/http_overhead.py [--workers 1] [--requests 400] [--streams 64] [--tokens 128]
+        [--ids 128]
 
 Of these processes alone, so that other work on the machine counts little; the engine is another
 process. A request's cost is that of answers of one token; a further token's that of long answers,
 less their requests', at one token a step. With several workers, a row has them all together,
-and one of the process that stands between them and the engine.
+and one of the process that stands between them and the engine. With --ids, prompts are so many ids
+of tokens, as in http_rate.py, in place of a short text.
 """
 
 import argparse
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--ids", type=int)
     args = parser.parse_args()
     log = Path(tempfile.mkdtemp(prefix="outrider-http-")) / "serve.log"
     settings = [f"target.model={DEFAULT_DRAFT}", "speculation.proposer=none"]
@@ -58,7 +61,8 @@ def main() -> None:
         if server.workers:
             groups["between"] = [server.http]
         for stream in (False, True):
-            short = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "stream": stream}
+            prompt = PROMPT if args.ids is None else list(range(1000, 1000 + args.ids))
+            short = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": stream}
             long = short | {"max_tokens": args.tokens, "ignore_eos": True}
             asyncio.run(answer_all(server, CONCURRENCY, long))  # warm
             marks = [[spent_s(group) for group in groups.values()]]

@@ -50,6 +50,8 @@ class ChoicesAnswer(Answer):
         self._include_usage = self._stream_options.include_usage or service.settings.include_usage
         self._is_predicted = body.prediction is not None
         self._begun: set[int] = set()  # choices of which something was sent
+        self._has_begun = False  # whether a chunk was sent: the first may say more than others
+        self._frame: tuple[str, str] | None = None  # JSON around the choices of all others
 
     @abstractmethod
     def _choices(self, delta: Delta, *, first: bool) -> Sequence[APIResponse]:
@@ -121,9 +123,8 @@ class ChoicesAnswer(Answer):
         whole = self._answer([])
         whole.usage = self._usage()
         self._add_metrics(whole)
-        # Found once: quotes within a string of JSON are escaped.
-        before, after = whole.to_json().encode().split(b'"choices":[]')
-        return b'%s"choices":[%s]%s' % (before, b",".join(choices), after)
+        before, after = _around_choices(whole)
+        return b"%s%s%s" % (before.encode(), b",".join(choices), after.encode())
 
     def _chosen(self, deltas: list[Delta]) -> list[Delta]:
         """The n best samples of each prompt, by the mean logprob of their tokens."""
@@ -154,15 +155,22 @@ class ChoicesAnswer(Answer):
             )
         return entries
 
-    def _chunk_of(self, choice: APIResponse) -> GenerationResponse:
-        chunk = self._answer([choice])
+    def _chunk_of(self, *choices: APIResponse) -> GenerationResponse:
+        chunk = self._answer(list(choices))
         if self._include_usage:
             every = self._stream_options.continuous_usage_stats
             chunk.usage = self._usage() if every else None
         return chunk
 
     def _chunk(self, choice: APIResponse) -> str:
-        return self._event(self._chunk_of(choice))
+        options, is_first = self._stream_options, not self._has_begun
+        self._has_begun = True
+        if is_first or options.continuous_usage_stats or options.include_obfuscation:
+            return self._event(self._chunk_of(choice))
+        if self._frame is None:
+            self._frame = _around_choices(self._chunk_of())
+        before, after = self._frame
+        return server_sent(f"{before}{choice.to_json()}{after}")
 
     def _event(self, chunk: GenerationResponse) -> str:
         if not self._stream_options.include_obfuscation:
@@ -196,6 +204,13 @@ class ChoicesAnswer(Answer):
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self._num_cached_tokens),
             completion_tokens_details=details,
         )
+
+
+def _around_choices(answer: GenerationResponse) -> tuple[str, str]:
+    """The JSON of an answer without choices, before and after the place of these."""
+    # Found once: quotes within a string of JSON are escaped.
+    before, after = answer.to_json().split('"choices":[]')
+    return f'{before}"choices":[', f"]{after}"
 
 
 def _num_logprobs(delta: Delta) -> int:

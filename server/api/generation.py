@@ -39,7 +39,7 @@ class TextOptions:
     spaces_between_special: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which takes longer to make: every event has some
 class Token:
     """One emitted token; `text_offset` counts the characters of its sequence before it."""
 
@@ -48,7 +48,7 @@ class Token:
     logprobs: TokenLogprobs | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen, like its tokens
 class Delta:
     """What was added to one sequence: text, and the tokens that it came from.
 

@@ -1,5 +1,6 @@
 """Default sampling parameters: those that the model recommends, as in vLLM."""
 
+import functools
 import json
 from pathlib import Path
 from typing import TypeVar
@@ -28,9 +29,14 @@ class SamplingDefaults(BaseModel):
 
     def fill(self, fields: Fields) -> Fields:
         """The fields, with these defaults for the ones that were left out."""
+        given = fields.model_fields_set
+        missing = {name: value for name, value in self._values.items() if name not in given}
+        return fields.model_copy(update=missing) if missing else fields
+
+    @functools.cached_property
+    def _values(self) -> dict[str, float]:
         # Not max_tokens, which depends on the prompt.
-        given = fields.model_fields_set | {"max_tokens"}
-        return fields.model_copy(update=self.model_dump(exclude_none=True, exclude=given))
+        return self.model_dump(exclude_none=True, exclude={"max_tokens"})
 
     def __str__(self) -> str:
         given = self.model_dump(exclude_none=True)

@@ -1,11 +1,12 @@
 """Shared by all endpoints that generate: the engine, the tokenizer, the limits."""
 
 import asyncio
+import functools
 import hashlib
 import importlib.metadata
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
@@ -21,7 +22,7 @@ from ..base.errors import (
     model_not_found,
 )
 from ..base.held import json_bytes
-from ..base.off_loop import off_loop
+from ..base.off_loop import json_off_loop, off_loop
 from ..base.request_key import request_key
 from ..base.unknown_fields import Body, check_unknown_fields
 from ..config.server_settings import ServerSettings
@@ -77,8 +78,7 @@ class Service:
     def fingerprint(self) -> str:
         """Identifies all that may change a request's answer: program, model, arithmetic."""
         info = self.engine_info
-        parts = (VERSION, self.model_name, info.device, info.target_dtype, info.draft_dtype)
-        return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
+        return _fingerprint(self.model_name, info.device, info.target_dtype, info.draft_dtype)
 
     def check_model(self, given: str) -> None:
         """Raise APIError unless it is a name of the model."""
@@ -93,7 +93,7 @@ class Service:
         if body.model:
             self.check_model(body.model)
         refuse = self.settings.unknown_fields == "refuse"
-        await off_loop(json_bytes(http), check_unknown_fields, body, http, refuse)
+        await json_off_loop(json_bytes(http), check_unknown_fields, body, http, refuse)
 
     async def check_request(self, fields: ChoiceFields, http: Request, *, num_prompts: int) -> None:
         """Refuse what can be refused before there are prompts, and fill in the server's defaults;
@@ -249,7 +249,7 @@ class Service:
         bad_words = bad_word_ids(fields.bad_words, self.tokenizer)
         check_answer_size(
             self.settings.max_answer_bytes,
-            replace(asked, fields=fields),
+            asked,
             bad_words=bad_words,
             max_drafts=self.engine_info.max_drafts,
         )
@@ -316,7 +316,7 @@ class Service:
 
     def check_token_ids(self, token_ids: Collection[int], param: str) -> None:
         vocab_size = self.engine_info.vocab_size
-        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
             if not 0 <= token_id < vocab_size:
                 raise invalid_value(
                     param,
@@ -349,3 +349,8 @@ class Service:
                 param=param,
             )
         self.check_token_ids(prompt, param)
+
+
+@functools.lru_cache(16)
+def _fingerprint(*parts: str | None) -> str:
+    return "fp_" + hashlib.sha256(repr((VERSION, *parts)).encode()).hexdigest()[:10]

@@ -29,6 +29,16 @@ _ANTHROPIC_TYPES = {
 }
 
 
+# Exceptions that are answers to what a client did, or say that the engine is not there.
+EXPECTED = (
+    HTTPException,
+    RequestValidationError,
+    QueueFullError,
+    EngineUnavailableError,
+    InvalidRequestError,
+)
+
+
 def route_path(scope: Scope) -> str:
     """The path of a request without the prefix under which this server is shown."""
     path: str = scope["path"]
@@ -218,6 +228,15 @@ def from_exception(error: BaseException) -> APIError:
     return internal_error()
 
 
+def response_to(error: Exception, scope: Scope) -> JSONResponse:
+    """The answer to an exception. One that is not EXPECTED must be raised again: then uvicorn logs
+    it and closes the connection."""
+    response = from_exception(error).response(scope)
+    if not isinstance(error, EXPECTED):
+        response.headers["Connection"] = "close"
+    return response
+
+
 def cut(value: object, max_chars: int = MAX_VALUE_CHARS) -> str:
     """The value as text, cut so that it can be echoed."""
     text = str(value)
@@ -228,23 +247,10 @@ def install(app: FastAPI) -> None:
     """Answer every exception of the app's routes with an error body."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
-        return from_exception(error).response(request.scope)
+        return response_to(error, request.scope)
 
-    async def answer_unexpected(request: Request, error: Exception) -> JSONResponse:
-        # Starlette raises the error again, for which uvicorn logs it and closes the connection.
-        response = await answer(request, error)
-        response.headers["Connection"] = "close"
-        return response
-
-    for kind in (
-        HTTPException,
-        RequestValidationError,
-        QueueFullError,
-        EngineUnavailableError,
-        InvalidRequestError,
-    ):
+    for kind in (*EXPECTED, Exception):  # Starlette raises others again once they are answered
         app.add_exception_handler(kind, answer)
-    app.add_exception_handler(Exception, answer_unexpected)
 
 
 def _field_named_by(message: str) -> str | None:

@@ -213,28 +213,33 @@ class APIRequest(BaseModel):
 
     def unknown_fields(self, path: str = "") -> Iterator[UnknownField]:
         """The unknown fields in this object, which is at `path`, and in the objects inside it."""
-        ignored = self.ignored_fields | self.refused_fields.keys()
-        yield from unknown_names(self.model_extra or (), _known_names(type(self)), ignored, path)
+        if self.model_extra:
+            ignored = self.ignored_fields | self.refused_fields.keys()
+            yield from unknown_names(self.model_extra, _known_names(type(self)), ignored, path)
         yield from self._unknown_inside(path)
 
     def refused(self, path: str = "") -> Iterator[str]:
         """Paths of those refused fields that ask for something, here and in the objects inside."""
-        given = self.model_extra or {}
-        for name, neutral in self.refused_fields.items():
-            if name in given and given[name] not in neutral:
-                yield path + name
-        for name in type(self).model_fields:
-            if isinstance(value := getattr(self, name), APIRequest):
+        if given := self.model_extra:
+            for name, neutral in self.refused_fields.items():
+                if name in given and given[name] not in neutral:
+                    yield path + name
+        for name, value in self._given():
+            if isinstance(value, APIRequest):
                 yield from value.refused(f"{path}{name}.")
 
     def _unknown_inside(self, path: str) -> Iterator[UnknownField]:
-        for name in type(self).model_fields:
-            value = getattr(self, name)
+        for name, value in self._given():
             if isinstance(value, APIRequest):
                 yield from value.unknown_fields(f"{path}{name}.")
             elif isinstance(value, list) and value and isinstance(value[0], APIRequest):
                 for i, item in enumerate(value):
                     yield from item.unknown_fields(f"{path}{name}[{i}].")
+
+    def _given(self) -> Iterator[tuple[str, Any]]:
+        """The known fields that the client set: a default holds nothing that is unknown."""
+        given = self.model_fields_set
+        return ((name, value) for name, value in vars(self).items() if name in given)
 
 
 def unknown_names(

@@ -32,22 +32,26 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     The body of the request must have been read already.
     """
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnect(receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
+    task = asyncio.current_task()
+    assert task is not None
+    has_left = False
+
+    async def watch() -> None:
+        nonlocal has_left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_left = True
         task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if has_left and not task.uncancel():  # nobody else cancelled it, too
+            raise ClientDisconnect from None
+        raise
+    finally:
         watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def server_sent(data: str, name: str | None = None) -> str:
@@ -101,23 +105,28 @@ class EventStream(Response):
             await self._close()
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        now_s = asyncio.get_running_loop().time
-        sent_s = now_s()
+        loop = asyncio.get_running_loop()
+        sent_s = loop.time()
 
         async def send_event(event: str) -> None:
             nonlocal sent_s
-            sent_s = now_s()
+            sent_s = loop.time()
             message = {"type": "http.response.body", "body": event.encode(), "more_body": True}
             await send(message)
 
-        async def send_signs() -> None:  # a task beside the events: one for each would cost more
+        # A task beside the events: a timer for each would cost more.
+        async def send_signs() -> None:
             while True:
-                await asyncio.sleep(sent_s + SILENCE_S - now_s())
-                if now_s() >= sent_s + SILENCE_S:
+                await asyncio.sleep(sent_s + SILENCE_S - loop.time())
+                if loop.time() >= sent_s + SILENCE_S:
                     await send_event(self._sign)
 
+        def start_signs() -> None:
+            signs.append(loop.create_task(send_signs()))
+
+        signs: list[asyncio.Task[None]] = []  # one, once the stream is old enough to need any
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        signs = asyncio.create_task(send_signs())
+        timer = loop.call_later(SILENCE_S, start_signs)
         try:
             async for event in self._events:
                 await send_event(event)
@@ -128,5 +137,7 @@ class EventStream(Response):
             scope["state"] |= {"outcome": "error", "reason": answer.reason}
             await send_event(await self._failed(answer))
         finally:
-            signs.cancel()
+            timer.cancel()
+            for task in signs:
+                task.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -78,6 +78,7 @@ from .bodies import Bodies
 from .head import HeadRequests
 from .hosts import Hosts
 from .info import add_info_route
+from .json_routes import JSONRoutes
 from .loads import add_load_routes
 from .middleware import (
     Drain,
@@ -153,20 +154,21 @@ def create_app(
     openai, anthropic = _openai_routes(service, store), _anthropic_routes(service)
     ollama = APIRouter(route_class=JSONRoute, prefix=errors.OLLAMA_PATH, include_in_schema=False)
     add_ollama_routes(ollama, service)
+    tokenizer_routes = _tokenizer_routes(service)
     models = model_routes(service, _ERRORS)
     api.include_router(openai)
     api.include_router(models, prefix="/v1")
     api.include_router(models, include_in_schema=False)  # for base URLs without /v1
     api.include_router(anthropic)
     api.include_router(ollama)
-    api.include_router(_tokenizer_routes(service))
+    api.include_router(tokenizer_routes)
     api.include_router(_status_routes(service, gate, pair))
     if settings.ui:
         add_ui(api)
 
     served = HeadRequests(api)
     app: ASGIApp = Bodies(
-        served,
+        JSONRoutes(served, (openai, anthropic, ollama, tokenizer_routes)),
         max_body_bytes=settings.max_body_bytes,
         max_bytes=settings.max_bodies_bytes,
         timeout_s=settings.body_timeout_s or None,

@@ -1,5 +1,6 @@
 """The host names by which a request may address this server."""
 
+import functools
 import ipaddress
 import re
 
@@ -13,6 +14,7 @@ from .api_keys import OPEN_PATHS
 _PORT = re.compile(r":\d*$")  # of a Host header; an IPv6 address stands in brackets there
 
 
+@functools.lru_cache(64)  # of names that clients choose
 def is_loopback(host: str) -> bool:
     """Whether a name or address, without a port, can be reached from this machine only."""
     name = host.lower().rstrip(".")

@@ -45,8 +45,8 @@ class Detokenizer:
         # Two of these in a row are shown as they are written, whatever the decoder would add.
         self._joined = frozenset() if spaces_between_special else tokenizer.special_ids
         self._last_id: int | None = None
-        self._window = _context(tokenizer, prompt_token_ids)
-        self._shown_chars = len(self._decode())  # of the window's text
+        # The window, and how many characters of its text were shown.
+        self._window, self._shown_chars = _context(tokenizer, prompt_token_ids)
         self._boundary = len(self._window)  # tokens of the window up to its last clean end
 
     def push(self, token_id: int) -> str:
@@ -152,13 +152,14 @@ def _begin(stop: str, text: str, start: int, *, may_end: bool) -> int:
     return len(text)
 
 
-def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
-    """The fewest last tokens of the prompt that end in a whole character; none if none do."""
+def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> tuple[list[int], int]:
+    """The fewest last tokens of the prompt that end in a whole character, none if none do; and how
+    many characters their text has."""
     context: list[int] = []
     for token_id in reversed(prompt_token_ids[-MAX_CONTEXT_TOKENS:]):
         if token_id not in tokenizer.special_ids:
             context.insert(0, token_id)
             text = tokenizer.decode(context, skip_special_tokens=False)
             if text and not text.endswith(INCOMPLETE):
-                return context
-    return []
+                return context, len(text)
+    return [], 0
