@@ -38,13 +38,14 @@ def _summary(
     if info.proposer is None or k == 0:
         draft = "none: the target decodes plainly"
     elif info.draft_dtype is None:
-        draft = f"{info.proposer}, k = {k}"
+        draft = "none: drafts are looked up"
     else:
         is_named = info.proposer in ("draft_model", settings.draft.model)
         kind = "" if is_named else f"{info.proposer}, "
         draft = f"{settings.draft.model} ({kind}{info.draft_dtype}), k = {k}"
         if info.share_of_text < 1:
             draft += f", another tokenizer with {info.share_of_text:.0%} of text in common"
+    sources = [("sources of drafts", ", ".join(info.sources))] if info.sources else []
     loaded = f"{info.load_s:.1f} s"
     if info.device != "cpu":
         loaded += f", of which {info.warm_up_s:.1f} s to warm up"
@@ -70,6 +71,7 @@ def _summary(
     return [
         ("target", f"{settings.target.model} ({info.target_dtype})"),
         ("draft", draft),
+        *sources,
         ("device", f"{info.device}{shared}"),
         ("reproducible", "yes" if info.batch_invariant else "no: rounding depends on the batch"),
         ("KV cache", f"up to {num_tokens:,} tokens ({cache_gib:.1f} GiB{notes})"),

@@ -106,6 +106,21 @@ def test_summary_names_the_draft_and_its_kind(
     assert f"draft: {says}" in caplog.text
 
 
+def test_summary_names_the_sources_of_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    info = idle_client().info
+    assert info is not None
+    caplog.set_level(logging.INFO, "outrider.server")
+    info = replace(info, sources=("prediction", "suffix"), proposer="suffix", draft_dtype=None)
+    for each in (info, replace(info, sources=(), proposer=None)):
+        console = Console(file=io.StringIO())
+        show_summary(load_settings(environ={}), each, HERMES, "http://127.0.0.1:8000", console)
+    assert [line for line in caplog.messages if "draft" in line.partition(": ")[0]] == [
+        "draft: none: drafts are looked up",
+        "sources of drafts: prediction, suffix",
+        "draft: none: the target decodes plainly",
+    ]
+
+
 def test_summary_says_how_much_another_tokenizer_has_in_common(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
