@@ -258,6 +258,32 @@ def test_drafts_beside_a_sequence_that_has_some_anyway_cost_rows_alone() -> None
     assert adaptive.choose(4, [OwnAcceptance()] * 3, [3]) == [1] * 3
 
 
+@pytest.mark.parametrize(
+    ("num_prompt_rows", "a_row", "expected"),
+    [
+        (0, 1.0, 3),
+        (8, 1.0, 3),  # 24 rows in all
+        (24, 1.0, 0),
+        (400, 1.0, 0),
+        (400, 0.01, 3),  # the prompt itself costs more than decoding, which is no reason
+    ],
+)
+def test_drafts_beside_prompts_must_be_worth_the_rows_that_they_add(
+    num_prompt_rows: int, a_row: float, expected: int
+) -> None:
+    """A step with up to 28 rows costs 1; each further row `a_row` more."""
+    price = Price()
+    for num_rows in (4, 16, 28, 128, 512) * 3:
+        cost = 1.0 + a_row * max(0, num_rows - 28)
+        price.observe(4, num_rows, 0, cost, is_usual=False)
+    adaptive = AdaptiveSpeculation(3, price=price)
+    for _ in range(20):
+        adaptive.observe(4, [3] * 4, [3] * 4, None)
+    assert choose(adaptive, 4) == 3
+    owns = [OwnAcceptance()] * 4
+    assert adaptive.choose(4, owns, num_prompt_rows=num_prompt_rows) == [expected] * 4
+
+
 def test_a_size_whose_plain_steps_are_unknown_can_be_asked_about() -> None:
     adaptive = AdaptiveSpeculation(4, stops_early=True)
     for _ in range(8):
