@@ -39,7 +39,11 @@ def build_proposer(
             answers = RecentAnswers(speculation.answers_bytes)
             fewest = speculation.suffix_min_tokens
             return Lookup(
-                name, lambda r: Suffixes(fewest, r.memory.cache_salt, answers), slots, answers.add
+                name,
+                lambda r: Suffixes(fewest, r.memory.cache_salt, answers),
+                slots,
+                keep_answer=answers.add,
+                each_step=answers.enter,
             )
         if pair.head is not None:
             return _head_source(pair.head, pair.target, slots, edits)

@@ -40,8 +40,8 @@ class Source(ABC):
         return False
 
     def prepare(self, most: dict[Request, int]) -> None:
-        """Called before wishes are asked for, with the sequences that decode by a grammar, and how
-        many questions each may ask it.
+        """Called in each step before wishes are asked for, with the sequences that decode by a
+        grammar, and how many questions each may ask it.
         """
         return
 

@@ -2,13 +2,13 @@
 
 Places are found as in LZ77. A table has, for every hash of a few tokens, the latest place behind
 them, and each place names the one before. So a step looks at a bounded number of places, however
-long the text is, and a text takes twelve to forty-eight bytes a token.
+long the text is.
 """
 
 from array import array
-from collections import Counter
+from collections import OrderedDict, deque
 from functools import cached_property
-from itertools import accumulate
+from itertools import count
 
 import numpy as np
 
@@ -18,10 +18,18 @@ from .lookup import Found
 MOST_ALIKE = 32  # tokens that are compared to see how sure a place is
 MOST_PLACES = 16  # that a lookup compares, the latest first
 ANSWER_MIN_TOKENS = 4  # that must agree with an answer to another request
-_BREAK, _BEFORE = -1, -2  # no token: between texts, and before a text's first token
-_FACTOR, _SPREAD, _MASK = 1_000_003, 2_654_435_761, 2**32 - 1
-_MANY = 64  # new places that numpy enters faster than a loop
+MOST_ENTERED = 512  # tokens of answers that a step enters
+MOST_WAITING = 1024  # answers that are still to be entered
+MOST_SALTS = 4096  # whose answers are found
+BYTES_PER_TOKEN = 20  # of capacity: 8 of the token, 4 of the place before, 8 of the table
+_MARGIN = MOST_ALIKE + 1  # so that there is something before the first token
+_BREAK = -1  # no token: behind a text, and before the first one
+_SALT = 1 << 32  # a token of salt i is kept as i * _SALT + token
+_FACTOR, _SPREAD, _MASK = 1_000_003, 0x9E3779B97F4A7C15, 2**64 - 1
+_SOON = 8  # tokens within which most places differ
+_MANY = 40  # new places that numpy enters faster than a loop
 _LEAST_CAPACITY = 512
+_LEAST_COUNTED = 32  # tokens that an answer counts for, however short it is
 
 
 class Corpus:
@@ -30,97 +38,158 @@ class Corpus:
     A place is the number of tokens before it.
     """
 
-    def __init__(self, min_tokens: int) -> None:
-        self.num_tokens = 0
-        self._min_tokens = min_tokens
-        self._num_indexed = self._capacity = self._shift = 0
-        # [MOST_ALIKE + capacity], so that there is something before the first token
-        self._tokens_np = np.zeros(0, dtype=np.int32)
-        self._grow(_LEAST_CAPACITY)
+    def __init__(
+        self, min_tokens: int, capacity: int = _LEAST_CAPACITY, *, has_breaks: bool = False
+    ) -> None:
+        """`capacity`: for how many tokens there is room from the start. `has_breaks`: they are of
+        several texts, whose ends are known.
+        """
+        self.num_tokens = self._num_indexed = 0
+        self._min_tokens, self._capacity, self._has_breaks = min_tokens, 1, has_breaks
+        # [_MARGIN + capacity + 1]: a break is behind the last token
+        self._tokens = array("q", [_BREAK]) * (_MARGIN + 2)
+        # hash -> place, place -> the one before with this hash; 0: none
+        self._latest, self._earlier = array("i", [0, 0]), array("i", [0])
+        self._grow(capacity)
 
-    def num_bytes_with(self, num_new: int) -> int:
-        """What it takes with so many more tokens."""
-        capacity = self._capacity_for(num_new)
-        return 4 * (MOST_ALIKE + 2 * capacity + (1 << _num_bits(capacity)))
-
-    def extend(self, token_ids: list[int]) -> None:
-        num_tokens, capacity = self.num_tokens + len(token_ids), self._capacity_for(len(token_ids))
-        if capacity > self._capacity:
-            self._grow(capacity)
-        first = MOST_ALIKE + self.num_tokens
-        self._tokens_np[first : first + len(token_ids)] = token_ids
+    def extend(self, token_ids: list[int], salt: int = 0) -> None:
+        num_tokens = self.num_tokens + len(token_ids)
+        if num_tokens > self._capacity:
+            self._grow(-(-3 * num_tokens // (2 * self._capacity)))
+        first, end = _MARGIN + self.num_tokens, _MARGIN + num_tokens
+        self._tokens[first : end + 1] = array("q", [*token_ids, _BREAK])
+        if salt:
+            self._tokens_np[first:end] += salt * _SALT
         self.num_tokens = num_tokens
 
-    def find(self, suffix: list[int], num_following: int, place: int = 0) -> Found | None:
+    def end_text(self) -> None:
+        """What comes next is another text, behind a break."""
+        self.num_tokens += 1
+
+    def start_over(self) -> None:
+        """Write over the oldest texts from now on: over the first, and those behind it."""
+        self.num_tokens = self._num_indexed = 0
+
+    def find(
+        self, suffix: list[int], num_following: int, place: int = 0, salt: int = 0
+    ) -> Found | None:
         """How the text went on where it had the longest part of this suffix.
 
         Of several such places the latest counts of those that go on with the most frequent token.
         `place` is compared as well. Where the text ends it is taken to begin again at its place.
         """
-        places = self._places(suffix)
+        if salt:
+            suffix = [salt * _SALT + token_id for token_id in suffix]
+        places = self._places(suffix[-self._min_tokens :])
         if 0 < place < self.num_tokens and place not in places:
             places.append(place)
-        back, longest, best = suffix[::-1], self._min_tokens, []
-        for place in places:
-            num_alike = self._num_alike(place, back, longest)
-            if num_alike > longest:
-                longest, best = num_alike, [place]
-            elif num_alike == longest:
-                best.append(place)
-        if not best:
+        if not places:
             return None
-        lines = [self._following(place, num_following) for place in best]
-        firsts = [line[0] for line in lines]
-        leader = firsts.index(Counter(firsts).most_common(1)[0][0]) if len(best) > 1 else 0
-        line = lines[leader].tolist()
-        if _BREAK in line:
-            line = line[: line.index(_BREAK)]
-        return Found(line, longest, _shares(lines, leader), best[leader]) if line else None
+        longest, best = self._most_alike(places, suffix[: -MOST_ALIKE - 1 : -1])
+        if longest < self._min_tokens:
+            return None
+        leading = self._leading(best) if len(best) > 1 else best
+        line = self._following(leading[0], num_following)
+        shares = self._shares(leading, line, len(best)) if len(best) > 1 else None
+        token_ids = line.tolist()
+        if self._has_breaks and _BREAK in token_ids:
+            token_ids = token_ids[: token_ids.index(_BREAK)]
+            if not token_ids:
+                return None
+        if salt:
+            token_ids = [token_id - salt * _SALT for token_id in token_ids]
+        return Found(token_ids, longest, shares, leading[0])
 
-    def _num_alike(self, place: int, back: list[int], least: int) -> int:
-        """How many tokens before a place are those of `back`, in turn; 0 if fewer than `least`."""
-        tokens, last = self._tokens, MOST_ALIKE + place - 1
-        if len(back) < least or tokens[last - least + 1] != back[least - 1]:
-            return 0
-        num_alike = 0
-        while num_alike < len(back) and tokens[last - num_alike] == back[num_alike]:
-            num_alike += 1
-        return num_alike if num_alike >= least else 0
+    def _places(self, token_ids: list[int]) -> list[int]:
+        """The latest places behind these tokens, or what has the same hash."""
+        self.index()
+        places: list[int] = []
+        if len(token_ids) < self._min_tokens:
+            return places
+        place = self._latest[self._bucket(token_ids)]
+        end, capacity, earlier = self.num_tokens, self._capacity, self._earlier
+        before = end
+        for _ in range(MOST_PLACES):
+            # Behind the end texts are older. A place that was written over names a later one.
+            after, before = before, place if place < end else place - capacity
+            if place == 0 or before >= after:
+                break
+            places.append(place)
+            place = earlier[place]
+        return places
+
+    def _most_alike(self, places: list[int], back: list[int]) -> tuple[int, list[int]]:
+        """How many tokens before any of these places are those of `back`, in turn, and at which.
+
+        Most places differ soon: token by token they are compared together.
+        """
+        tokens, last, most, num = self._tokens, _MARGIN - 1, len(back), 0
+        while len(places) > 1 and num < min(most, _SOON):
+            token_id, offset = back[num], last - num
+            more = [p for p in places if tokens[offset + p] == token_id]
+            if not more:
+                return num, places
+            places, num = more, num + 1
+        whole = array("q", back)
+        alike = [_num_equal(tokens[last + p : last + p - most : -1], whole) for p in places]
+        longest = max(alike)
+        return longest, [p for p, num in zip(places, alike, strict=True) if num == longest]
+
+    def _leading(self, places: list[int]) -> list[int]:
+        """Those of these places that go on with the most frequent token."""
+        firsts, counts = [self._tokens[_MARGIN + place] for place in places], dict[int, int]()
+        for token_id in firsts:
+            counts[token_id] = counts.get(token_id, 0) + 1
+        most = max(counts, key=counts.__getitem__)
+        return [place for place, first in zip(places, firsts, strict=True) if first == most]
+
+    def _shares(self, places: list[int], line: "array[int]", num_places: int) -> list[float] | None:
+        """Of each token of a line, at how many of all places all is so until there; None: at all.
+
+        `places` are those that go on with its first token. They are compared as in `_most_alike`.
+        """
+        tokens, num_tokens, shares = self._tokens, len(line), [len(places) / num_places]
+        most = min(num_tokens, _SOON, *map(self._num_behind, places))
+        while len(places) > 1 and len(shares) < most:
+            token_id, offset = line[len(shares)], _MARGIN + len(shares)
+            places = [p for p in places if tokens[offset + p] == token_id]
+            shares.append(len(places) / num_places)
+        ends = sorted(_num_equal(self._following(place, num_tokens), line) for place in places)
+        for i, end in enumerate(ends):
+            shares += [(len(places) - i) / num_places] * (end - len(shares))
+        return shares if shares[-1] < 1 else None
 
     def _following(self, place: int, num_tokens: int) -> "array[int]":
         """The tokens behind a place; where the text ends it begins again there."""
-        end = MOST_ALIKE + self.num_tokens
-        line = self._tokens[MOST_ALIKE + place : min(MOST_ALIKE + place + num_tokens, end)]
-        return (line * -(-num_tokens // len(line)))[:num_tokens]
+        num_behind, first = self._num_behind(place), _MARGIN + place
+        line = self._tokens[first : first + min(num_tokens, num_behind)]
+        if num_behind < num_tokens:
+            line = (line * -(-num_tokens // num_behind))[:num_tokens]
+        return line
 
-    def _places(self, suffix: list[int]) -> list[int]:
-        """The latest places behind the end of this suffix, or what has the same hash."""
-        self._index()
-        places: list[int] = []
-        if len(suffix) >= self._min_tokens:
-            place = self._latest[self._bucket(suffix[-self._min_tokens :])]
-            while place and len(places) < MOST_PLACES:
-                places.append(place)
-                place = self._earlier[place]
-        return places
+    def _num_behind(self, place: int) -> int:
+        """How many tokens follow, with the last break."""
+        end = self.num_tokens if place < self.num_tokens else self._capacity
+        return end + self._has_breaks - place
 
     def _bucket(self, token_ids: "list[int] | array[int]") -> int:
         key = 0
         for token_id in token_ids:
             key = key * _FACTOR + token_id
-        return (key * _SPREAD & _MASK) >> self._shift
+        return ((key * _SPREAD & _MASK) >> 32) * len(self._latest) >> 32
 
-    def _index(self) -> None:
+    def index(self) -> None:
         """Enter all places but the last: nothing follows it yet."""
         new = range(self._num_indexed + 1, self.num_tokens)
         if len(new) > _MANY:
             self._index_at_once(new)
         else:
+            tokens, latest, earlier = self._tokens, self._latest, self._earlier
+            end, first = _MARGIN, _MARGIN - self._min_tokens
             for place in new:
-                end = MOST_ALIKE + place
-                bucket = self._bucket(self._tokens[end - self._min_tokens : end])
-                self._earlier[place] = self._latest[bucket]
-                self._latest[bucket] = place
+                bucket = self._bucket(tokens[first + place : end + place])
+                earlier[place] = latest[bucket]
+                latest[bucket] = place
         self._num_indexed = max(self._num_indexed, self.num_tokens - 1)
 
     def _index_at_once(self, new: range) -> None:
@@ -128,11 +197,12 @@ class Corpus:
         latest_np, earlier_np = (
             np.frombuffer(each, np.int32) for each in (self._latest, self._earlier)
         )
-        keys_np = np.zeros(len(new), dtype=np.uint32)
-        for first in range(MOST_ALIKE + new.start - self._min_tokens, MOST_ALIKE + new.start):
-            token_ids_np = self._tokens_np[first : first + len(new)].astype(np.uint32)
-            keys_np = keys_np * np.uint32(_FACTOR) + token_ids_np
-        buckets_np = (keys_np * np.uint32(_SPREAD)) >> np.uint32(self._shift)
+        keys_np = np.zeros(len(new), dtype=np.uint64)
+        for first in range(_MARGIN + new.start - self._min_tokens, _MARGIN + new.start):
+            token_ids_np = self._tokens_np[first : first + len(new)].view(np.uint64)
+            keys_np = keys_np * np.uint64(_FACTOR) + token_ids_np
+        hashes_np = (keys_np * np.uint64(_SPREAD)) >> np.uint64(32)
+        buckets_np = hashes_np * np.uint64(len(latest_np)) >> np.uint64(32)
         order_np = np.argsort(buckets_np, kind="stable")
         buckets_np, places_np = buckets_np[order_np], order_np + new.start
         begins_np = np.append(True, buckets_np[1:] != buckets_np[:-1])  # of places with one hash
@@ -141,41 +211,40 @@ class Corpus:
         ends_np = np.roll(begins_np, -1)
         latest_np[buckets_np[ends_np]] = places_np[ends_np]
 
-    def _capacity_for(self, num_new: int) -> int:
-        num_tokens = self.num_tokens + num_new
-        return self._capacity if num_tokens <= self._capacity else 2 * num_tokens
+    def _grow(self, factor: int) -> None:
+        """Make room for so many times as much.
 
-    def _grow(self, capacity: int) -> None:
-        num_bits = _num_bits(capacity)
-        tokens = array("i", [_BREAK]) * (MOST_ALIKE + capacity)
-        tokens_np = np.frombuffer(tokens, np.int32)
-        tokens_np[: len(self._tokens_np)] = self._tokens_np
-        self._tokens, self._tokens_np = tokens, tokens_np
-        # hash -> place, place -> the one before with this hash; 0: none
-        self._latest = array("i", [0]) * (1 << num_bits)
-        self._earlier = array("i", [0]) * capacity
-        self._capacity, self._shift, self._num_indexed = capacity, 32 - num_bits, 0
-
-
-def _num_bits(capacity: int) -> int:
-    """Of the hashes of so many places: there are two to four for each."""
-    return (2 * capacity - 1).bit_length()
+        No place is entered again: each bucket of hashes becomes `factor` of them, which all begin
+        with the places that it had.
+        """
+        more = (factor - 1) * self._capacity
+        self._capacity += more
+        self._tokens = _longer(self._tokens, more)
+        self._tokens_np = np.frombuffer(self._tokens, np.int64)
+        self._earlier = _longer(self._earlier, more)
+        latest_np = np.frombuffer(self._latest, np.int32)
+        self._latest = array("i", bytes(4 * factor * len(latest_np)))
+        if self._num_indexed:
+            np.frombuffer(self._latest, np.int32)[:] = np.repeat(latest_np, factor)
 
 
-def _shares(lines: "list[array[int]]", leader: int) -> list[float] | None:
-    """Of each token of one line, how many of all go on so until there; None: all of them."""
-    first = lines[leader]
-    if all(line == first for line in lines):
-        return None
-    ends = Counter(_num_equal(line, first) for line in lines)
-    num_left = accumulate(range(len(first)), lambda left, j: left - ends[j], initial=len(lines))
-    return [left / len(lines) for left in [*num_left][1:]]
+def _longer(numbers: "array[int]", num_more: int) -> "array[int]":
+    """With so many zeros behind them."""
+    longer = array(numbers.typecode, bytes(numbers.itemsize * (len(numbers) + num_more)))
+    longer[: len(numbers)] = numbers
+    return longer
 
 
 def _num_equal(a: "array[int]", b: "array[int]") -> int:
+    """How many tokens two texts begin with alike."""
     if a == b:
         return len(a)
-    return next(j for j, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+    num = 0
+    for x, y in zip(a, b, strict=True):
+        if x != y:
+            break
+        num += 1
+    return num
 
 
 class Suffixes:
@@ -199,39 +268,64 @@ class Suffixes:
         place = self._place + num_known - self._num_known if self._place else 0
         found = own.find(suffix, num_following, place)
         self._place, self._num_known = found.place if found else 0, num_known
-        for corpus in self._answers.of(self._cache_salt):
-            other = corpus.find(suffix, num_following)
+        if found is None or found.num_matched < MOST_ALIKE:
+            other = self._answers.find(self._cache_salt, suffix, num_following)
             if other and (found is None or other.num_matched > found.num_matched):
                 found = other
         return found
 
 
 class RecentAnswers:
-    """The latest answers, apart for each cache salt, in at most so many bytes.
+    """The latest answers, in at most so many bytes, which it takes at once.
 
-    Half of them are forgotten at once: those before the latest half.
+    All are in one text, in which the oldest are written over once it is full. The salt is a part
+    of each token there, so a request finds only answers of its own cache salt.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._young: dict[str, Corpus] = {}
-        self._old: dict[str, Corpus] = {}
+        self._capacity = min(max_bytes // BYTES_PER_TOKEN - _MARGIN, 2**31 - 1)
+        self.corpus = Corpus(ANSWER_MIN_TOKENS, max(1, self._capacity), has_breaks=True)
+        self._salts: OrderedDict[str, int] = OrderedDict()  # their numbers, the last used last
+        self._numbers = count()
+        # What is to be entered: the salt, the tokens, and how many of them are passed over.
+        self._waiting: deque[tuple[int, list[int], int]] = deque()
 
     def add(self, request: Request) -> None:
         """Keep the answer to a request that has ended, and the last tokens before it."""
-        if not self._max_bytes or request.num_output_tokens == 0:
-            return
         first = max(0, request.num_prompt_tokens - ANSWER_MIN_TOKENS)
-        token_ids, salt = [*request.token_ids[first:], _BREAK], request.memory.cache_salt
-        if self._num_bytes_with(salt, len(token_ids)) > self._max_bytes // 2:
-            self._old, self._young = self._young, {}
-        if self._num_bytes_with(salt, len(token_ids)) <= self._max_bytes // 2:
-            self._young.setdefault(salt, Corpus(ANSWER_MIN_TOKENS)).extend(token_ids)
+        if request.num_output_tokens == 0 or len(request.token_ids) - first >= self._capacity:
+            return
+        salt = request.memory.cache_salt
+        if salt not in self._salts:
+            self._salts[salt] = next(self._numbers) % 2**31
+        self._salts.move_to_end(salt)
+        if len(self._salts) > MOST_SALTS:
+            self._salts.popitem(last=False)
+        self._waiting.append((self._salts[salt], request.token_ids, first))
+        if len(self._waiting) > MOST_WAITING:
+            del self._waiting[1]  # not the first: it may have been entered in part
 
-    def of(self, cache_salt: str) -> list[Corpus]:
-        return [each[cache_salt] for each in (self._young, self._old) if cache_salt in each]
+    def enter(self) -> None:
+        """Enter some of what waits. Each step does: at once a long answer would delay it."""
+        num_left = MOST_ENTERED
+        while self._waiting and num_left > 0:
+            salt, token_ids, first = self._waiting.popleft()
+            if self.corpus.num_tokens + len(token_ids) - first >= self._capacity:
+                self.corpus.start_over()
+            end = first + num_left
+            self.corpus.extend(token_ids[first:end], salt)
+            if end < len(token_ids):
+                self._waiting.appendleft((salt, token_ids, end))
+            else:
+                self.corpus.end_text()
+            num_left -= max(_LEAST_COUNTED, len(token_ids) + 1 - first)
+        self.corpus.index()
 
-    def _num_bytes_with(self, cache_salt: str, num_tokens: int) -> int:
-        others = sum(c.num_bytes_with(0) for salt, c in self._young.items() if salt != cache_salt)
-        its = self._young.get(cache_salt) or Corpus(ANSWER_MIN_TOKENS)
-        return others + its.num_bytes_with(num_tokens)
+    @property
+    def is_behind(self) -> bool:
+        """Whether answers wait to be entered."""
+        return bool(self._waiting)
+
+    def find(self, cache_salt: str, suffix: list[int], num_following: int) -> Found | None:
+        salt = self._salts.get(cache_salt)
+        return None if salt is None else self.corpus.find(suffix, num_following, salt=salt)

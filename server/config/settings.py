@@ -165,8 +165,9 @@ class SpeculationSettings(SettingsSection):
         default=0,
         ge=0,
         le=65536,
-        description="suffix: memory for recent answers, in MiB, looked into as well: only "
-        "those of the same API key and cache_salt. 0: the request's own text alone.",
+        description="suffix: memory for recent answers, in MiB, taken at the start and looked "
+        "into as well: only those of the same API key and cache_salt, 20 bytes a token. 0: the "
+        "request's own text alone.",
     )
 
     @field_validator("proposer", mode="before")

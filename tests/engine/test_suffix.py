@@ -2,6 +2,7 @@
 
 import random
 import sys
+from array import array
 from collections import Counter
 from dataclasses import replace
 from types import FrameType
@@ -15,7 +16,9 @@ from outrider.engine.api import NewRequest
 from outrider.engine.engine import Engine
 from outrider.engine.proposers.suffix import (
     MOST_ALIKE,
+    MOST_ENTERED,
     MOST_PLACES,
+    MOST_SALTS,
     Corpus,
     RecentAnswers,
     Suffixes,
@@ -136,6 +139,21 @@ def test_the_python_of_a_lookup_is_bounded_however_long_the_text() -> None:
     assert lines_run([1, 2] * 10_000, is_first=False) < 3 * MOST_ALIKE * MOST_PLACES
 
 
+def test_a_text_that_grows_enters_each_place_once() -> None:
+    rng = random.Random(0)
+    corpus, text, num_entered = Corpus(2), list[int](), 0
+    for _ in range(200):
+        new = [rng.randrange(200) for _ in range(50)]
+        text += new
+        corpus.extend(new)
+        assert corpus._num_indexed == num_entered
+        corpus.index()
+        num_entered = corpus.num_tokens - 1
+    for place in range(9000, 9900, 50):
+        found = corpus.find(text[place - 8 : place], 4)
+        assert found == (text[place : place + 4], 8, None, place)
+
+
 def ended(answer: list[int], salt: str = "") -> Request:
     new = NewRequest(
         request_id="0", prompt_token_ids=[1, 2, 3, 4, 5], params=GREEDY, cache_salt=salt
@@ -145,10 +163,16 @@ def ended(answer: list[int], salt: str = "") -> Request:
     return request
 
 
+def add(answers: RecentAnswers, answer: list[int], salt: str = "") -> None:
+    answers.add(ended(answer, salt))
+    while answers.is_behind:
+        answers.enter()
+
+
 def test_recent_answers_are_found_behind_the_same_tokens() -> None:
     answers = RecentAnswers(1 << 20)
-    answers.add(ended([10, 11, 12, 13]))
-    answers.add(ended([20, 21, 22, 23, 24]))
+    add(answers, [10, 11, 12, 13])
+    add(answers, [20, 21, 22, 23, 24])
     assert following(Suffixes(2, "", answers), [9, 2, 3, 4, 5], 8) in (
         [10, 11, 12, 13],
         [20, 21, 22, 23, 24],
@@ -160,9 +184,126 @@ def test_recent_answers_are_found_behind_the_same_tokens() -> None:
 
 def test_nobody_finds_the_answers_of_another_cache_salt() -> None:
     answers = RecentAnswers(1 << 20)
-    answers.add(ended([10, 11, 12, 13], salt="a"))
+    add(answers, [10, 11, 12, 13], salt="a")
+    add(answers, [10, 11, 14], salt="c")
     assert following(Suffixes(2, "a", answers), [2, 3, 4, 5], 8) == [10, 11, 12, 13]
     assert following(Suffixes(2, "b", answers), [2, 3, 4, 5], 8) == []
+    assert following(Suffixes(2, "c", answers), [2, 3, 4, 5], 8) == [10, 11, 14]
+    for i in range(MOST_SALTS):
+        answers.add(ended([6], salt=f"{i}"))
+    assert following(Suffixes(2, "a", answers), [2, 3, 4, 5], 8) == []
+
+
+def read_of_answers(
+    texts: list[list[int]], suffix: list[int], num_tokens: int
+) -> tuple[list[int], int, list[float]] | None:
+    """What `found_by_reading` is of one text, of answers: the latest first."""
+    places = []
+    for text in reversed(texts):
+        for end in range(len(text), 0, -1):
+            alike = 0
+            while alike < min(end, len(suffix)) and text[end - 1 - alike] == suffix[-1 - alike]:
+                alike += 1
+            places.append((alike, [*text[end : end + num_tokens], None][:num_tokens]))
+    longest = max((alike for alike, _ in places), default=0)
+    if longest < 4:
+        return None
+    lines = [line for alike, line in places if alike == longest]
+    first = Counter(line[0] for line in lines).most_common(1)[0][0]
+    best = [token for token in next(line for line in lines if line[0] == first) if token]
+    shares = [
+        sum(line[: j + 1] == best[: j + 1] for line in lines) / len(lines) for j in range(len(best))
+    ]
+    return (best, longest, shares) if best else None
+
+
+def test_answers_are_found_as_by_reading_all_that_there_is_room_for() -> None:
+    """Also where they are written over, and where they are entered in pieces."""
+    rng = random.Random(3)
+    num_found = 0
+    for num_bytes in (20_000, 60_000, 1 << 20):
+        answers = RecentAnswers(num_bytes)
+        texts: dict[str, list[list[int]]] = {"a": [], "b": []}
+        order: list[tuple[str, list[int]]] = []
+        for _ in range(60):
+            salt, length = rng.choice("ab"), rng.choice([3, 40, 600])
+            answer = [rng.randrange(1, 9 if length < 50 else 400) for _ in range(length)]
+            add(answers, answer, salt)
+            order.append((salt, [2, 3, 4, 5, *answer]))
+            size, kept = 0, []
+            for each in reversed(order):
+                size += len(each[1]) + 1
+                # The space behind a text that is too long for it stays empty.
+                if size > num_bytes // 20 - 700:
+                    break
+                kept.append(each)
+            for salt in "ab":
+                texts[salt] = [text for s, text in reversed(kept) if s == salt]
+                if not texts[salt]:
+                    continue
+                text = rng.choice(texts[salt])
+                end = rng.randrange(4, len(text) + 1)
+                suffix = [7, *text[max(0, end - 6) : end]]
+                expected = read_of_answers(texts[salt], suffix, 5)
+                found = answers.find(salt, suffix, 5)
+                num_alike = sum(
+                    text[i : i + 4] == suffix[-4:] for _, text in order for i in range(len(text))
+                )
+                if num_alike > MOST_PLACES or (found and found.num_matched == 7):
+                    continue  # not all places are compared, or the 7 agrees as well
+                older = [text for s, text in order if s == salt]
+                if expected != read_of_answers(older, suffix, 5):
+                    continue  # that an older one is still there would be no fault
+                assert (found is None) == (expected is None)
+                if found is not None and expected is not None:
+                    shares = (found.shares or [1.0] * 5)[: len(found.token_ids)]
+                    assert (found.token_ids, found.num_matched, shares) == expected
+                    num_found += 1
+    assert num_found > 100
+
+
+def test_places_that_were_written_over_are_not_compared() -> None:
+    answers, rng = RecentAnswers(20 * 200), random.Random(0)
+    for i in range(200):
+        add(answers, [*(rng.randrange(100, 10_000) for _ in range(i % 17)), 7, 8, 7, 9, 11])
+        places = answers.corpus._places([7, 8, 7, 9])
+        assert len(places) == len(set(places))
+
+
+def test_a_step_enters_a_bounded_part_of_answers_however_much_memory_they_have() -> None:
+    for num_bytes in (1 << 18, 1 << 24):
+        answers = RecentAnswers(num_bytes)
+        latest, earlier = answers.corpus._latest, answers.corpus._earlier
+        for _ in range(12):
+            answers.add(ended([*range(5000)]))
+        answers.add(ended([*range(6000, 6100)]))
+        num_steps = 0
+        while answers.is_behind:
+            before = answers.corpus._num_indexed
+            answers.enter()
+            after = answers.corpus._num_indexed
+            assert after - (before if after >= before else 0) <= MOST_ENTERED + 1
+            assert answers.find("", [7001, 7002, 7003, 7004], 4) is None
+            assert answers.corpus._latest is latest  # nothing is made anew
+            assert answers.corpus._earlier is earlier
+            num_steps += 1
+        assert num_steps >= 12 * 5000 // MOST_ENTERED
+        assert following(Suffixes(2, "", answers), [9, 70, 71, 72, 73], 3) == [74, 75, 76]
+        assert following(Suffixes(2, "", answers), [9, 6001, 6002, 6003, 6004], 1) == [6005]
+
+
+def test_an_answer_that_is_entered_in_part_ends_where_it_is_known() -> None:
+    answers = RecentAnswers(20 * 1000)
+    for _ in range(3):
+        add(answers, [*range(1000, 1500)], salt="a")  # what lies behind it is another's
+    answers.add(ended([*range(2000, 2700)], salt="b"))
+    answers.enter()
+    assert answers.is_behind
+    end = 2000 + MOST_ENTERED - 4
+    last = [*range(end - 10, end - 4)]
+    assert following(Suffixes(2, "b", answers), last, 30) == [last[-1] + i for i in range(1, 5)]
+    answers.enter()
+    assert following(Suffixes(2, "b", answers), last, 30) == [last[-1] + i for i in range(1, 31)]
 
 
 def test_answers_take_no_more_memory_than_they_may() -> None:
@@ -170,16 +311,11 @@ def test_answers_take_no_more_memory_than_they_may() -> None:
     answers = RecentAnswers(most)
     for i in range(400):
         length = rng.choice([3, 50, 700, 5000])
-        answers.add(ended([rng.randrange(1000) for _ in range(length)], salt=f"{i % 7}"))
-        kept = [*answers._young.values(), *answers._old.values()]
-        held = sum(
-            corpus._tokens_np.nbytes + 4 * (len(corpus._latest) + len(corpus._earlier))
-            for corpus in kept
-        )
-        assert held <= most
-    assert sum(corpus.num_tokens for corpus in kept) > 500
-    latest = ended([*range(2000, 2200)], salt="x")
-    answers.add(latest)
+        add(answers, [rng.randrange(1000) for _ in range(length)], salt=f"{i % 7}")
+        arrays = (each for each in vars(answers.corpus).values() if isinstance(each, array))
+        assert sum(each.itemsize * len(each) for each in arrays) <= most
+    assert answers.corpus._capacity > 4900
+    add(answers, [*range(2000, 2200)], salt="x")
     assert following(Suffixes(2, "x", answers), [2, 3, 4, 5], 3) == [2000, 2001, 2002]
 
 
