@@ -1,6 +1,6 @@
 """The engine's configuration: plain frozen data, easy to build by hand on a bare GPU box."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .api import SourceName, Verification
 
@@ -31,6 +31,9 @@ class ModelConfig:
     attention_window: int | None = None  # of a head: tokens that its layers attend to, at most
     is_mtp: bool = False  # of a draft: the MTP head in the target's own checkpoint
     vocabulary: DraftVocabulary | None = None  # of a draft; None: the target's
+    # Of a draft that cannot be loaded: whether the engine starts without it, and what is then said.
+    is_optional: bool = False
+    instead: str = ""
     # Processes that share its layers, each with a GPU. A draft model is whole on the first, or
     # shared by all that share the target.
     tensor_parallel: int = 1
@@ -119,3 +122,7 @@ class EngineConfig:
         """The draft, if something is drafted with it."""
         drafts = "draft_model" in self.speculation.sources and self.speculation.max_drafts > 0
         return self.draft if drafts else None
+
+    def without_draft(self) -> "EngineConfig":
+        sources = tuple(name for name in self.speculation.sources if name != "draft_model")
+        return replace(self, draft=None, speculation=replace(self.speculation, sources=sources))

@@ -97,7 +97,7 @@ class Worker:
         others = [] if self.followers is None else [partial(self.followers.shared, report=report)]
         self.pair = ModelPair(config, report, *others)
         max_drafts = MAX_DRAFTS if k > 0 else 0  # k is for models; what is looked up costs rows
-        self.config = config = seated(config, self.pair, self.device, max_drafts)
+        self.config = config = seated(self.pair.config, self.pair, self.device, max_drafts)
         self.slots = Slots(
             config.scheduler.max_num_seqs,
             self.pair.max_model_len,

@@ -103,18 +103,21 @@ class ModelPair:
         report: ReportProgress,
         shared: Callable[[list[Network]], Sequence[Network]] = lambda networks: networks,
     ) -> None:
-        """`shared` makes of the first rank's shares what runs on all, if there are several."""
+        """`shared` makes of the first rank's shares what runs on all, if there are several.
+
+        An optional draft that cannot be loaded is left out, also of the `config` kept here.
+        """
         self.on_all_ranks = shared(load_shares(config, report))
         self.target, *drafts = self.on_all_ranks
         self.draft: Network | None = drafts[0] if drafts else None
         self.head: Head | None = None
         draft = config.loaded_draft
-        if draft is not None and is_head(draft):
-            report_head = partial(report, "loading the draft")
-            self.head = load_head(draft, self.target, config.target.path, report_head)
-            _check_num_drafts(self.head, config)
-        elif draft is not None and self.draft is None:
-            self.draft = _load_draft_model(draft, self.target, report)
+        if draft is not None and self.draft is None:
+            try:
+                self._load_draft(draft, config, report)
+            except Exception as error:
+                config = _without_draft(draft, config, error)
+        self.config = config
         roles = {"target": self.target, "draft": self.draft, "head": self.head}
         layers_of: dict[str, PagedLayers] = {
             role: layers for role, layers in roles.items() if layers is not None
@@ -138,6 +141,15 @@ class ModelPair:
         self.max_model_len = config.max_model_len or self.target.max_positions
         self.groups = grouped(layers_of.values(), self.max_model_len)
         self.caches_prefixes = config.cache.prefix_caching
+
+    def _load_draft(self, draft: ModelConfig, config: EngineConfig, report: ReportProgress) -> None:
+        if not is_head(draft):
+            self.draft = _load_draft_model(draft, self.target, report)
+            return
+        report_head = partial(report, "loading the draft")
+        head = load_head(draft, self.target, config.target.path, report_head)
+        _check_num_drafts(head, config)
+        self.head = head
 
     def longest_sequence(self, num_pages: int, config: EngineConfig) -> int:
         """Tokens of the longest sequence that fits into the pages when it runs alone."""
@@ -169,6 +181,17 @@ class ModelPair:
         torch.cuda.empty_cache()
         for i, (group, num) in enumerate(zip(self.groups, num_pages, strict=True)):
             group.bind(i, num, self.page_size)
+
+
+def _without_draft(draft: ModelConfig, config: EngineConfig, error: Exception) -> EngineConfig:
+    """Raises the error if the draft is not optional, with what would draft in its place."""
+    if draft.is_optional:
+        log.warning("%s, so there is no draft model: %s", error, draft.instead)
+        log.debug("the draft cannot be loaded", exc_info=error)
+        return config.without_draft()
+    if isinstance(error, ConfigError) and draft.instead:
+        raise ConfigError(f"{error}. {draft.instead}") from error
+    raise error
 
 
 def _check_num_drafts(head: Head, config: EngineConfig) -> None:

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 def choose_ranks(config: EngineConfig) -> EngineConfig:
     """The same, for GPUs, with its target on the fewest that have room for the pair and a KV cache.
 
-    If none have, on the most that can share it, with a smaller cache. Logs a choice of several.
+    If none have, on the most that can share it, with a smaller cache; an optional draft that keeps
+    the weights from fitting is left out. Logs a choice of several.
     Raises ConfigError saying what would fit.
     """
     try:
@@ -57,6 +58,12 @@ def choose_ranks(config: EngineConfig) -> EngineConfig:
         f"{weights.whole / 1e9:.1f} are on the first GPU however many share the target; visible "
         f"GPUs: {num_gpus}, of {total_bytes / 1e9:.0f} GB, with room for {room_bytes / 1e9:.1f}"
     )
+    draft = config.loaded_draft
+    if num is None and draft is not None and draft.is_optional:
+        without = config.without_draft()
+        if fewest_gpus(pair_weights(without), most_bytes, numbers) is not None:
+            log.warning("%s, so there is no draft model: %s", text, draft.instead)
+            return choose_ranks(without)
     if num is None:
         more = (n for n in range(2, _MOST_ADVISED) if why_not_shared(n, target) is None)
         enough = fewest_gpus(weights, room_bytes, more)

@@ -8,7 +8,7 @@ from outrider.engine.api import SourceName
 from outrider.engine.models.weight_files import WeightFileError, stored_tensors
 
 from ..config.settings import DEFAULT_K, Settings
-from .known_drafts import Target, known_draft
+from .known_drafts import Target, known_draft, known_drafts_of
 from .store import ModelError, read_json
 
 # Of GPTQ and AWQ, compressed-tensors, MXFP4, ModelOpt.
@@ -30,15 +30,11 @@ def choose(
         return with_proposer(settings, "none"), "draft: none, as k is 0"
     if (named := settings.draft.model) is not None:
         return with_proposer(settings, *EVERY_SOURCE), f"draft: {named}, as the settings say"
-    target = Target(
-        name=settings.target.model,
-        model_type=config.model_type,
-        vocab_size=config.vocab_size,
-        num_parameters=count_parameters(directory),
-    )
+    target = target_of(settings, directory, config)
     known = known_draft(target, without_hub=without_hub)
     if known is None:
-        return with_lookup_alone(settings, f"no draft is known for {target.name}")
+        why = f"no draft is known for {target.name}"
+        return with_lookup_alone(settings), f"{why}: {instead_of(None, target)}"
     chosen = with_proposer(settings, *EVERY_SOURCE, k=known.num_speculative_tokens)
     draft = settings.draft.model_copy(update={"model": known.model})
     return (
@@ -48,12 +44,27 @@ def choose(
     )
 
 
-def with_lookup_alone(settings: Settings, why: str) -> tuple[Settings, str]:
-    """Prompt lookup, which needs no second model; returns what `choose` does."""
-    return (
-        with_proposer(settings, *EVERY_SOURCE[:-1], k=LOOKUP_TOKENS),
-        f"{why}: drafts are looked up in the text so far; `outrider distill` makes a draft for any "
-        "model, --draft takes one",
+def with_lookup_alone(settings: Settings) -> Settings:
+    """Prompt lookup, which needs no second model."""
+    return with_proposer(settings, *EVERY_SOURCE[:-1], k=LOOKUP_TOKENS)
+
+
+def instead_of(draft: str | None, target: Target) -> str:
+    """What drafts for the target if this draft does not, in words."""
+    text = "drafts are looked up in the text so far; `outrider distill` makes a draft for any "
+    text += "model, --draft takes one"
+    if others := [each.model for each in known_drafts_of(target) if each.model != draft]:
+        are = "is" if len(others) == 1 else "are"
+        text += f", such as {' or '.join(others)}, which {are} known for {target.name}"
+    return text
+
+
+def target_of(settings: Settings, directory: Path, config: Any) -> Target:
+    return Target(
+        name=settings.target.model,
+        model_type=config.model_type,
+        vocab_size=config.vocab_size,
+        num_parameters=count_parameters(directory),
     )
 
 

@@ -252,7 +252,12 @@ SUGGESTED: Sequence[Suggestion] = (
 )
 
 
+def known_drafts_of(target: Target) -> list[KnownDraft]:
+    """All drafts that are known for a target, the best first."""
+    return [draft for draft in KNOWN_DRAFTS if draft.suits(target)]
+
+
 def known_draft(target: Target, *, without_hub: bool = False) -> KnownDraft | None:
     """The best draft that is known for a target; None: there is none."""
-    suiting = (draft for draft in KNOWN_DRAFTS if draft.suits(target))
+    suiting = known_drafts_of(target)
     return next((draft for draft in suiting if not (without_hub and "/" in draft.model)), None)

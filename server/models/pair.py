@@ -29,7 +29,7 @@ from outrider.engine.models.heads.config import (
 from ..config.settings import MTP, DraftSettings, Settings, TargetSettings
 from ..text.chat_template import read_template
 from ..text.tokenizer import Tokenizer, TokenizerData
-from .choice import choose, with_lookup_alone, with_proposer
+from .choice import choose, instead_of, target_of, with_lookup_alone, with_proposer
 from .resolve import resolve
 from .store import ModelError
 from .vocabulary import SAMPLE, Vocabulary, draft_vocabulary, shared_vocab_size
@@ -53,6 +53,8 @@ class Pair:
     tokenizer: TokenizerData
     token_table: TokenTable | None = None  # None: grammars cannot be followed
     draft_vocabulary: DraftVocabulary | None = None  # None: the target's
+    instead: str = ""  # what to say if the draft cannot be loaded
+    draft_is_optional: bool = False
 
 
 def prepare_pair(settings: Settings, report: ReportProgress = ignore_progress) -> Pair:
@@ -74,28 +76,40 @@ def prepare_pair(settings: Settings, report: ReportProgress = ignore_progress) -
             report=report,
         )
     config = _config(target, settings.target)
+    is_named = settings.draft.model is not None
+
+    def pair(chosen: Settings) -> Pair:
+        found = _pair(chosen, target, config, template, report)
+        instead = instead_of_draft(chosen) if found.draft else ""
+        return replace(found, instead=instead, draft_is_optional=not is_named)
+
+    def instead_of_draft(chosen: Settings) -> str:
+        instead = instead_of(chosen.draft.model, target_of(settings, target, config))
+        if not is_named:
+            return instead
+        return f"Without --draft the best known one that can be loaded is taken, or else {instead}"
+
     if settings.speculation.proposer != ("auto",):
-        settings = with_proposer(settings, *settings.speculation.proposer)
-        return _pair(settings, target, config, template, report)
-    chosen, reason = choose(settings, target, config)
-    log.info("%s", reason)
+        chosen = with_proposer(settings, *settings.speculation.proposer)
+    else:
+        chosen, reason = choose(settings, target, config)
+        log.info("%s", reason)
     try:
-        return _pair(chosen, target, config, template, report)
+        return pair(chosen)
     except DraftError as error:
-        if settings.draft.model is not None:
-            raise
+        if is_named:
+            raise DraftError(f"{error}. {instead_of_draft(chosen)}") from error
         # The user did not ask for this draft: take one that needs no hub, or continue without.
         why = str(error)
     second, reason = choose(settings, target, config, without_hub=True)
     if second.draft != chosen.draft and second.draft.model is not None:
         log.warning("%s; %s", why, reason)
         try:
-            return _pair(second, target, config, template, report)
+            return pair(second)
         except DraftError as error:
             why = str(error)
-    chosen, reason = with_lookup_alone(settings, f"{why}, so there is no draft model")
-    log.warning("%s", reason)
-    return _pair(chosen, target, config, template, report)
+    log.warning("%s, so there is no draft model: %s", why, instead_of_draft(chosen))
+    return pair(with_lookup_alone(settings))
 
 
 def _pair(
@@ -191,6 +205,8 @@ def engine_config(pair: Pair) -> EngineConfig:
             replace(
                 _model_config(pair.draft, settings.draft.dtype or dtype, settings.draft),
                 vocabulary=pair.draft_vocabulary,
+                is_optional=pair.draft_is_optional,
+                instead=pair.instead,
             )
             if pair.draft
             else None

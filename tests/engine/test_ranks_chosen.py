@@ -224,6 +224,23 @@ def test_a_draft_that_takes_a_second_gpu_is_named(
     assert pair_weights(replace(config, speculation=idle)) == pair_weights(alone)
 
 
+def test_a_draft_that_nobody_named_is_left_out_where_its_target_alone_fits(
+    tiny_model: Tiny, draft: Path, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = on_gpu(tiny_model(num_hidden_layers=8), draft)
+    assert named.draft is not None
+    optional = replace(named.draft, is_optional=True, instead="texts draft")
+    config = replace(named, draft=optional)
+    machine(pair_weights(replace(named, draft=None)).in_all / 0.9 + 1)
+    with pytest.raises(ConfigError, match=r"such GPUs, no draft \(--no-draft\)"):
+        choose_ranks(named)
+    assert choose_ranks(config).loaded_draft is None
+    assert "with room for" in caplog.text
+    assert ", so there is no draft model: texts draft" in caplog.text
+    machine(gpu_for(config, 1))
+    assert choose_ranks(config) == config
+
+
 @pytest.mark.parametrize("pickled", [False, True])
 def test_a_head_counts_in_the_dtype_of_its_target(
     pickled: bool, tiny_model: Tiny, tmp_path: Path

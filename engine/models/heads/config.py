@@ -86,6 +86,7 @@ _OF_GLM = MtpNames(
 # By model type of the targets whose MTP heads are known.
 _HYBRIDS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 MTP_HEADS = {"mimo": _OF_MIMO, "glm4_moe": _OF_GLM, **dict.fromkeys(_HYBRIDS, _OF_HYBRIDS)}
+MTP_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # a config's keys of its layers
 # Keys that say what the head is, not what its layers are; a LlamaConfig ignores the unknown ones.
 _LEFT_OUT = ("architectures", "auto_map", "model_type", "torch_dtype")
 
@@ -326,6 +327,9 @@ def mtp_names(folder: Path) -> MtpNames:
         raise HeadError(
             f"no MTP head is known for models of type {model_type}; known are those of {known}"
         )
+    for key in MTP_COUNTS:
+        if (num_layers := (config.get("text_config") or config).get(key) or 0) > 1:
+            raise HeadError(f"its MTP head has {num_layers} layers; one is read here")
     found = MTP_HEADS[model_type].behind(config.get("num_hidden_layers"))
     name = f"{found.projection}.weight"
     gguf = folder / "model.gguf"

@@ -36,7 +36,15 @@ from ..parts.convolved import Convolved
 from ..weights import Dense, Layer, Linear
 from .block_head import BlockHead, Context
 from .chain import ConfidenceHead, MarkovHead, Selector
-from .config import MTP_HEAD, BlockConfig, HeadConfig, HeadError, head_kind, mtp_names
+from .config import (
+    MTP_COUNTS,
+    MTP_HEAD,
+    BlockConfig,
+    HeadConfig,
+    HeadError,
+    head_kind,
+    mtp_names,
+)
 from .eagle3 import Eagle3Head
 from .head import Head
 from .mtp import MtpHead
@@ -307,10 +315,8 @@ def _read_mtp_head(
     folder = Path(config.path)
     names = mtp_names(folder)
     hf_config: Any = load_config(folder)
-    for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
-        if (num_layers := getattr(hf_config, key, None) or 0) > 1:
-            raise HeadError(f"its MTP head has {num_layers} layers; one is read here")
-        if num_layers == 0 and hasattr(hf_config, key):  # as in some quantised copies
+    for key in MTP_COUNTS:
+        if hasattr(hf_config, key) and not getattr(hf_config, key):  # as in some quantised copies
             log.warning(
                 "%s: %s is %s, but its files hold an MTP head (%s): it drafts",
                 config.path,
