@@ -178,6 +178,7 @@ class Engine:
         outputs = self.sequences.take_uncompiled()
         if self.scheduler.must_know():
             outputs += self._commit()
+        start_s = time.perf_counter()
         plan = self.scheduler.schedule()
         if not plan:
             outputs += self._commit()
@@ -187,6 +188,7 @@ class Engine:
                 self.sequences.wait_for_grammars(_IDLE_S)
             return outputs
         step = self.worker.launch(plan)
+        step.launch_s = time.perf_counter() - start_s
         outputs += self._commit()
         self.worker.verify(step)
         self.committer.put_in_flight(plan)

@@ -9,14 +9,15 @@ _SPARE_S = 0.0005  # safety margin: an idle device costs more than a launch that
 
 
 class Pace:
-    """How long recent steps of each kind took on the device, and how long the host to launch them.
+    """How long recent steps of each kind took on the device, and how long the host to plan and
+    launch them.
 
     The next step could be launched at once. But a request that arrives after the launch cannot join
     that step any more, and would wait for a whole step. So the host launches late.
     """
 
     def __init__(self) -> None:
-        # By kind, of recent steps: seconds on the device, and seconds of the host to launch them.
+        # By kind, of recent steps: seconds on the device, and of the host to plan and launch.
         self._times: dict[tuple[int, int], deque[tuple[float, float]]] = {}
 
     def observe(self, plan: Plan, step_s: float, launch_s: float) -> None:

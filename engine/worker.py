@@ -46,11 +46,11 @@ class LaunchedStep:
 
     plan: Plan
     scored: Pass | None  # with logits [sum(k_i + 1), V]; None once verified
-    launch_s: float  # host time to launch it
     drafting_s: float  # host time to draft, until `read`: then the device's
     begin: torch.cuda.Event | None = None
     drafted: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
+    launch_s: float = 0.0  # host time to plan and launch it
     drawn: list[np.ndarray] | None = None  # see `Verifier.verify`
 
     @property
@@ -282,8 +282,7 @@ class Worker:
             if self.ranking is not None:
                 plan.chosen = self.ranking.choose(plan)
             scored = self.scorer.score(plan)
-        launch_s = time.perf_counter() - start_s
-        return LaunchedStep(plan, scored, launch_s, drafting_s, begin, drafted)
+        return LaunchedStep(plan, scored, drafting_s, begin, drafted)
 
     @torch.inference_mode()
     def verify(self, step: LaunchedStep) -> None:

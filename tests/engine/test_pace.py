@@ -7,9 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engines import GREEDY, engine_config, lagging
 from in_process import QueueChannel
+from tiny_models import Quick
 
+from outrider.engine.api import NewRequest
 from outrider.engine.pace import Pace
+from outrider.engine.plan import Plan
 from outrider.engine.processes.messages import Abort
 
 
@@ -27,6 +31,22 @@ def test_a_step_waits_until_it_must_be_launched() -> None:
     assert pace.spare_s(plan(4, 3), 0.0) == pytest.approx(0.0085)
     assert pace.spare_s(plan(4, 3), 0.005) == pytest.approx(0.0035)
     assert pace.spare_s(plan(4, 3), 0.02) == 0.0
+
+
+def test_planning_a_step_is_a_part_of_launching_it(quick_model: Quick) -> None:
+    path = quick_model(0)
+    engine = lagging(engine_config(path, path))
+    engine.submit([NewRequest(request_id="0", prompt_token_ids=[1], params=GREEDY)])
+    schedule = engine.scheduler.schedule
+
+    def slow() -> Plan:
+        time.sleep(0.05)
+        return schedule()
+
+    engine.scheduler.schedule = slow  # type: ignore[method-assign]
+    engine.step()
+    assert engine._in_flight is not None
+    assert engine._in_flight.launch_s > 0.05
 
 
 def test_steps_of_another_kind_teach_nothing() -> None:
