@@ -10,7 +10,9 @@ tokens a second is used. Now and then another is tried, for which at most a smal
 is spent: so a draft that is no good costs next to nothing.
 
 Where drafts are ranked, as on a GPU, all are made, and the device finds the likeliest, by how sure
-the draft was (`rank.py`). Else they are found beforehand, by what was accepted of each sequence.
+the draft was (`rank.py`). While none is left out, it does so only in a step whose choices are
+compared, to see how sure they are. Else they are found beforehand, by what was accepted of each
+sequence.
 
 All of this follows from steps that have ended, so nothing depends on the drafts that it is for, and
 every rule of verification stays exact.
@@ -36,7 +38,7 @@ from .trials import Choice, Trials
 
 UNLIKELY = 0.1  # no draft pays below such a chance
 MIN_GAIN = 1.02  # another k must promise this much more, so that noise changes nothing
-LEAST_CUT = 1.03  # likewise, to leave out some of its drafts
+LEAST_CUT = 1.03  # likewise, to leave some out: more than any k with all of its drafts
 ALIKE = 1.25  # sequences whose chances differ by less have the same number of drafts
 PARTS = (0.25, 0.5, 0.75)  # of all drafts that could be made: these are compared with all
 # Choices are compared again after so many steps, for it takes a part of a small model's step. One
@@ -143,9 +145,11 @@ class AdaptiveSpeculation:
             choice = max(options, key=lambda each: each.num_tokens - best.rate * each.cost)
         if not self._ranks:
             return self._shares(choice, chances_np)
-        if choice.num_drafts < choice.k * len(owns) or self._may_cut(choice.k, batch):
+        is_cut = choice.num_drafts < choice.k * len(owns)
+        may_cut = is_cut or self._may_cut(choice.k, batch)
+        if is_cut or (may_cut and self._age == 0):  # ranking takes time, too
             self.budget = RowBudget(choice.num_drafts, self.calibration.by_range_np)
-        else:
+        elif not may_cut:
             self._seen_np = None  # it will be of other sequences when it matters again
         return [choice.k] * len(owns)
 
@@ -236,8 +240,8 @@ class AdaptiveSpeculation:
         """
         chances_np = self.calibration.chances(ranges_np)
         ratios_np = np.array([own.ratio for own in owns])
-        self._seen_np = chances_np * ratios_np[:, None]
         self.calibration.observe(ranges_np, np.array(wanted), np.array(accepted))
+        self._seen_np = self.calibration.chances(ranges_np) * ratios_np[:, None]
         return chances_np
 
     def _chances(self, owns: Sequence[OwnAcceptance]) -> np.ndarray:
@@ -259,11 +263,12 @@ class AdaptiveSpeculation:
 
     def _compare(self, batch: "_Batch", chances_np: np.ndarray) -> dict[int, Choice]:
         """Shape: chances_np [S, max_k]."""
+        options = [self._options(k, batch, chances_np) for k in range(self._max_k + 1)]
+        least = LEAST_CUT * max(whole.rate for whole, *_ in options)
         choices = {}
-        for k in range(self._max_k + 1):
-            whole, *parts = self._options(k, batch, chances_np)
+        for k, (whole, *parts) in enumerate(options):
             part = max(parts, key=attrgetter("rate"), default=whole)
-            choices[k] = part if part.rate > LEAST_CUT * whole.rate else whole
+            choices[k] = part if part.rate > least else whole
         if self._stops_early:  # then the most drafts are taken to be as good as the best k
             best = max((choices.pop(k) for k in range(1, self._max_k + 1)), key=attrgetter("rate"))
             choices[self._max_k] = best._replace(k=self._max_k)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.engine.acceptance import Acceptance, Calibration, OwnAcceptance
-from outrider.engine.scheduling.adaptive_speculation import AdaptiveSpeculation
+from outrider.engine.scheduling.adaptive_speculation import AdaptiveSpeculation, _Batch
 from outrider.engine.scheduling.price import Price
 from outrider.kernels.verify.rank import LEAST, NUM_RANGES, WIDTH, rank_reference
 
@@ -133,6 +133,44 @@ def test_drafts_that_are_all_alike_are_not_cut() -> None:
     machine = Machine(compute_bound, alike)
     machine.rate(300)
     assert machine.rate(500) > 0.97 * best_fixed_rate(compute_bound, alike)
+
+
+def test_while_nothing_is_left_out_few_steps_are_ranked() -> None:
+    """It takes the host a millisecond. Now and then is enough, to see how sure drafts are."""
+    machine = Machine(compute_bound, alike)
+    machine.rate(300)
+    machine.budgets.clear()
+    machine.rate(400)
+    assert 30 < len(machine.budgets) - machine.budgets.count(None) < 120
+
+
+def test_leaving_drafts_out_must_promise_more_than_fewer_drafts_of_each() -> None:
+    """The best four of two each bring 1% more than one of each, which may be chance."""
+    price = Price()
+    for num_rows, cost in [(4, 1.0), (8, 1.2), (12, 3.0)] * 3:
+        price.observe(4, num_rows, 0, cost, is_usual=False)
+    adaptive = AdaptiveSpeculation(2, ranks=True, price=price)
+    each_np = np.array([[0.8, 0.56], [0.6, 0.3], [0.6, 0.3], [0.5, 0.2]])
+    batch = _Batch(num_seqs=4, num_rows=4, named=(), num_open=4)
+    assert [c.num_drafts for c in adaptive._compare(batch, each_np).values()] == [0, 4, 8]
+    each_np[:, 0] = 0.9, 0.85, 0.3, 0.2
+    each_np[:2, 1] = 0.8
+    assert [c.num_drafts for c in adaptive._compare(batch, each_np).values()] == [0, 4, 4]
+
+
+def test_drafts_that_only_looked_unsure_go_on() -> None:
+    price = Price()
+    for k in [*range(MAX_K + 1)] * 3:
+        num_rows = NUM_SEQS * (k + 1)
+        price.observe(NUM_SEQS, num_rows, k, compute_bound(num_rows, k), 0.0, is_usual=False)
+    adaptive = AdaptiveSpeculation(MAX_K, ranks=True, price=price)
+    owns = [OwnAcceptance() for _ in range(NUM_SEQS)]
+    k = max(adaptive.choose(NUM_SEQS, owns))
+    assert adaptive.budget is not None
+    wanted = [k] * NUM_SEQS
+    adaptive.calibrate(np.zeros((NUM_SEQS, k), dtype=np.int32), owns, wanted, wanted)
+    adaptive.observe(NUM_SEQS, wanted, wanted, None, depth=k)
+    assert max(adaptive.choose(NUM_SEQS - 3, owns[3:])) > 0  # other sequences, so it compares anew
 
 
 def test_without_a_ranking_the_shares_follow_from_what_was_accepted() -> None:
