@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engines import GREEDY, engine_config, is_greedy, lagging, prompts, run, tokens
-from mtp import PlainHybrid, save_tiny_hybrid
+from mtp import PlainHybrid, check_drafts, save_tiny_hybrid
 from paged import PROMPT, check_against_eager, run_prompt
 from safetensors.torch import load_file, save_file
 from tiny_models import (
@@ -173,6 +173,27 @@ def test_another_mtp_head_is_refused(changes: dict[str, object], says: str, tmp_
     change_config(path, **changes)
     with pytest.raises(HeadError, match=says):
         load_head(config, network, config.path)
+
+
+@pytest.mark.parametrize("dedicated", [True, False])
+def test_an_mtp_head_reads_its_own_embedding_where_the_config_says_so(
+    dedicated: bool, tmp_path: Path
+) -> None:
+    path = save_tiny_hybrid(tmp_path / "model")
+    change_config(path, mtp_use_dedicated_embeddings=dedicated)
+    own = torch.randn(VOCAB, 32, generator=torch.Generator().manual_seed(2))
+    change_tensor(path, "mtp.embed_tokens.weight", own)
+    check_drafts(path, path)
+
+
+def test_an_embedding_of_an_mtp_head_that_no_file_holds_is_the_targets_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_tiny_hybrid(tmp_path / "model")
+    change_config(path, mtp_use_dedicated_embeddings=True)
+    check_drafts(path, path)
+    said = "its MTP head has an embedding of its own by its config (mtp_use_dedicated_embeddings)"
+    assert f"{path}: {said}, and its files hold none: it reads the target's" in caplog.text
 
 
 def test_an_mtp_head_is_found_under_the_models_name_too(tmp_path: Path) -> None:

@@ -194,6 +194,9 @@ class PlainHybrid:
         of_layer = {name: t for name, t in self.w.items() if name.startswith("mtp.layers.0.")}
         of_layer = with_stacked_experts(of_layer)
         self.own = {name.removeprefix("mtp.layers.0."): t for name, t in of_layer.items()}
+        theirs = model.model.embed_tokens.weight
+        is_dedicated = getattr(model.config, "mtp_use_dedicated_embeddings", False)
+        self.embedding = self.w.get("mtp.embed_tokens.weight", theirs) if is_dedicated else theirs
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         weight = 1 + self.w[f"mtp.{name}.weight"]
@@ -207,7 +210,7 @@ class PlainHybrid:
         self.layer.load_state_dict(self.own)
         following, found = known[1:], list[int]()
         for _ in range(k):
-            e = self.model.model.embed_tokens(torch.tensor(following))
+            e = functional.embedding(torch.tensor(following), self.embedding)
             both = (self.norm("pre_fc_norm_embedding", e), self.norm("pre_fc_norm_hidden", h))
             x = (torch.cat(both, -1) @ self.w["mtp.fc.weight"].T)[None]
             places = torch.arange(len(following))[None]

@@ -48,7 +48,13 @@ from .config import (
 from .eagle3 import Eagle3Head
 from .head import Head
 from .mtp import MtpHead
-from .vocabulary import check_mask_token, read_embedding, read_output_layer, read_target_ids
+from .vocabulary import (
+    check_mask_token,
+    read_embedding,
+    read_mtp_embedding,
+    read_output_layer,
+    read_target_ids,
+)
 
 log = logging.getLogger(__name__)
 
@@ -340,7 +346,7 @@ def _read_mtp_head(
         embedding_norm=family.norm(names.embedding_norm),
         hidden_norm=family.norm(names.hidden_norm),
         fc=checkpoint.linear(2 * width, {names.projection: width}),
-        embedding=target.input_embedding,
+        embedding=read_mtp_embedding(hf_config, config.path, checkpoint, target),
         blocks=[family.mtp_block(names.block)],
         norm=family.norm(names.norm),
         output_layer=target.output_layer,

@@ -9,7 +9,7 @@ and predicts x_{t+2}:
     logits = lm_head(s)
 
 A draft's row reads s of the row before in place of h_t, so one layer drafts any number of tokens. E
-and lm_head are the target's.
+and lm_head are the target's; a hybrid's head may have an E of its own.
 
 Of GLM's, vLLM's glm4_moe_mtp.py takes the layer's output in front of `norm` in place of h_t, and
 SGLang's glm4_moe_nextn.py takes s. We take s: `hidden_norm` was trained on states behind a norm,

@@ -1,12 +1,19 @@
 """The embedding, output layer and vocabulary of a head: its own, or those of its target."""
 
+import logging
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..checkpoint import OUTPUT_LAYER, Checkpoint
+from ..checkpoint import OUTPUT_LAYER, AnyCheckpoint, Checkpoint
 from ..network import Network
 from ..weights import Linear
 from .config import HeadConfig, HeadError
+
+_MTP_EMBEDDING = "mtp.embed_tokens.weight"
+
+log = logging.getLogger(__name__)
 
 
 def read_embedding(config: HeadConfig, checkpoint: Checkpoint, target: Network) -> Tensor:
@@ -21,6 +28,22 @@ def read_embedding(config: HeadConfig, checkpoint: Checkpoint, target: Network) 
         return theirs
     own = checkpoint.tensor(name, len(theirs), width)
     return theirs if own.shape == theirs.shape and torch.equal(own, theirs) else own
+
+
+def read_mtp_embedding(
+    config: Any, path: str, checkpoint: AnyCheckpoint, target: Network
+) -> Tensor:
+    """The target's embedding, or the own one of an MTP head whose config says that it has one."""
+    if not getattr(config, "mtp_use_dedicated_embeddings", False):
+        return target.input_embedding
+    if _MTP_EMBEDDING in checkpoint:
+        return checkpoint.tensor(_MTP_EMBEDDING, *target.input_embedding.shape)
+    log.warning(
+        "%s: its MTP head has an embedding of its own by its config "
+        "(mtp_use_dedicated_embeddings), and its files hold none: it reads the target's",
+        path,
+    )
+    return target.input_embedding
 
 
 def read_output_layer(config: HeadConfig, checkpoint: Checkpoint, target: Network) -> Linear:
