@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny_server import serving
 
 from outrider.server.config.settings import Settings
+from outrider.server.config.settings_loader import load_settings
 from outrider.server.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +111,24 @@ def test_compose_gives_the_server_time_to_drain(file: str, name: str) -> None:
     service = load(DOCKER / file)["services"][name]
     grace_s = float(service["stop_grace_period"].removesuffix("s"))
     assert grace_s > Settings().server.shutdown_timeout_s
+
+
+@pytest.mark.parametrize("gpus", [None, "1", "2", "8"])
+def test_compose_reserves_as_many_gpus_as_share_the_target(gpus: str | None) -> None:
+    """Without OUTRIDER_GPUS one, and the server chooses by itself."""
+    given = {} if gpus is None else {"OUTRIDER_GPUS": gpus}
+
+    def filled(value: object) -> str:
+        return re.sub(r"\$\{(\w+):-(.*?)\}", lambda m: given.get(m[1]) or m[2], str(value))
+
+    environ = {}
+    for file in ("compose.yaml", "compose.cuda.yaml"):  # the second over the first
+        service = load(DOCKER / file)["services"]["outrider"]
+        environ |= {name: filled(value) for name, value in service["environment"].items()}
+    (reserved,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert filled(reserved["count"]) == (gpus or "1")
+    settings = load_settings(environ=environ)
+    assert settings.target.tensor_parallel == (gpus and int(gpus))
 
 
 def test_health_is_asked_past_the_proxy_of_a_container() -> None:
