@@ -29,7 +29,7 @@ from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.config import EngineConfig
 from outrider.engine.processes.process_engine import ProcessEngine
 from outrider.server.config.settings_loader import load_settings
-from outrider.server.evaluation.measure import held_out_prompts, run
+from outrider.server.evaluation.measure import SHORT, as_messages, held_out_prompts, run
 from outrider.server.models.pair import engine_config, prepare_pair
 
 TOLERANCE = 0.05
@@ -37,14 +37,17 @@ TOLERANCE = 0.05
 NO_PREFIXES = "cache.prefix_caching=false"
 
 
-def config_and_prompts(per_category: int) -> tuple[EngineConfig, list[list[int]]]:
+def config_and_prompts(
+    categories: list[str], per_category: int
+) -> tuple[EngineConfig, list[list[int]]]:
     settings = load_settings(assignments=[NO_PREFIXES])
     pair = prepare_pair(settings, ignore_progress)
     template = AutoTokenizer.from_pretrained(pair.target).apply_chat_template
     prompts = [
-        template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
-        for texts in held_out_prompts().values()
-        for text in texts[:per_category]
+        template(as_messages(turns), add_generation_prompt=True)["input_ids"]
+        for category, of_category in held_out_prompts().items()
+        if category in categories
+        for turns in of_category[:per_category]
     ]
     return engine_config(pair), prompts
 
@@ -127,12 +130,13 @@ def main() -> int:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--k", nargs="+", default=["0", "3", "own"])
+    parser.add_argument("--categories", nargs="+", default=SHORT, help="as in evaluate")
     parser.add_argument("--per-category", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--beside", action="store_true")
     args = parser.parse_args(sys.argv[1:at])
-    config, prompts = config_and_prompts(args.per_category)
+    config, prompts = config_and_prompts(args.categories, args.per_category)
     log = Path(tempfile.mkdtemp(prefix="outrider-rate-")) / "serve.log"
     with serving(log, ["--set", NO_PREFIXES, *sys.argv[at + 1 :]]) as server:
         if args.beside:

@@ -61,6 +61,10 @@ def evaluate_command(
         int | None,
         typer.Option(metavar="N", min=1, help="Use this many prompts of each kind. [default: all]"),
     ] = None,
+    category: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A kind of prompts; repeatable. [default: all]"),
+    ] = None,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="PATH", help="Write all measurements to this file."),
@@ -104,6 +108,9 @@ def evaluate_command(
     from ..models.pair import engine_config, prepare_pair, resolve_device
     from ..text.tokenizer import Tokenizer
 
+    conversations = measure.held_out_prompts()
+    if unknown := set(category or []) - set(conversations):
+        give_up(f"--category {min(unknown)}: give one of {', '.join(conversations)}", 2)
     be_interrupted_by(signal.SIGTERM)
     with errors_shown():
         resolve_device(settings.target.device)  # reports a missing GPU before any fetching
@@ -119,8 +126,9 @@ def evaluate_command(
                 ks.append(measure.OWN_CHOICE)
             tokenizer = Tokenizer(pair.tokenizer)
             prompts = {
-                category: [_encode(tokenizer, text) for text in texts[:prompts_per_category]]
-                for category, texts in measure.held_out_prompts().items()
+                name: [_encode(tokenizer, turns) for turns in of_name[:prompts_per_category]]
+                for name, of_name in conversations.items()
+                if not category or name in category
             }
             wanted = engine_config(pair)
             # Without a prefix cache, so that every repetition of a prompt computes the same.
@@ -131,8 +139,10 @@ def evaluate_command(
             temperatures = temperature or [0.0, 0.8]
             if check_exact:
                 engine = Engine(wanted, display)
+                info = engine.info
                 counted = partial(display, "checking")
-                found = exactness.check(engine, prompts, temperatures, ks[1:], max_tokens, counted)
+                fit = measure.that_fit(prompts, info.max_model_len)
+                found = exactness.check(engine, fit, temperatures, ks[1:], max_tokens, counted)
             else:
                 counted = partial(display, "measuring")
                 step_timeout_s = settings.engine.step_timeout_s
@@ -140,6 +150,13 @@ def evaluate_command(
                 info, tallies = run_until_ended(
                     _measured(served, prompts, temperatures, ks, max_tokens, counted)
                 )
+    num_left_out = sum(
+        len(ids) >= info.max_model_len for of_name in prompts.values() for ids in of_name
+    )
+    if num_left_out:
+        typer.echo(
+            f"{num_left_out} prompts were left out: the context holds {info.max_model_len} tokens"
+        )
     if check_exact:
         typer.echo(exactness.describe(found, lambda token_id: _text(tokenizer, token_id)))
         raise typer.Exit(1 if found.differences else 0)
@@ -154,6 +171,7 @@ def evaluate_command(
             "device": info.device,
             "dtype": info.target_dtype,
             "max_tokens": max_tokens,
+            "prompts_left_out": num_left_out,
         }
         json_file.write_text(json.dumps(report.as_json(tallies, description), indent=2) + "\n")
     if plot_file:
@@ -169,11 +187,12 @@ async def _measured(
     counted: Callable[[int, int], None],
 ) -> "tuple[EngineInfo, Tallies]":
     """Measure with an engine in a process of its own."""
-    from ..evaluation.measure import measure
+    from ..evaluation.measure import measure, that_fit
 
     try:
         info = await engine.start()
-        return info, await measure(engine, prompts, temperatures, ks, max_tokens, counted)
+        fit = that_fit(prompts, info.max_model_len)
+        return info, await measure(engine, fit, temperatures, ks, max_tokens, counted)
     finally:
         await engine.stop()
 
@@ -195,12 +214,14 @@ def _text(tokenizer: "Tokenizer", token_id: int) -> str:
     return tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-def _encode(tokenizer: "Tokenizer", text: str) -> list[int]:
-    """The prompt of a first user turn; the text itself if the model has no chat template."""
+def _encode(tokenizer: "Tokenizer", turns: list[str]) -> list[int]:
+    """The prompt of the model's next turn; the texts alone if it has no chat template."""
+    from ..evaluation.measure import as_messages
+
     if tokenizer.chat_template is None:
-        return tokenizer.encode(text, add_special_tokens=True)
+        return tokenizer.encode("\n\n".join(turns), add_special_tokens=True)
     rendered = tokenizer.chat_template.render(
-        [{"role": "user", "content": text}],
+        as_messages(turns),
         tools=[],
         add_generation_prompt=True,
         continue_final_message=False,

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from .measure import held_out_prompts
+from .measure import SHORT, as_messages, held_out_prompts
 from .remote import (
     TIMEOUT,
     Remote,
@@ -68,7 +68,9 @@ async def measure_load(
 
     `counted` is called with (requests done, requests in all). Raises RemoteError.
     """
-    prompts = [text for texts in zip(*held_out_prompts().values(), strict=False) for text in texts]
+    by_category = held_out_prompts()
+    short = (by_category[category] for category in SHORT)
+    prompts = [turns for in_turn in zip(*short, strict=False) for turns in in_turn]
     plain, drafted = LoadResult(), LoadResult()
     with_drafts = METRICS_ON if k is None else METRICS_ON | {"num_speculative_tokens": k}
     limits = httpx.Limits(max_connections=concurrency)
@@ -83,7 +85,7 @@ async def measure_load(
                     nonlocal done
                     for i in todo:  # noqa: B023  (awaited within this turn of the loop)
                         body = remote.body(
-                            [{"role": "user", "content": prompts[i % len(prompts)]}],
+                            as_messages(prompts[i % len(prompts)]),
                             temperature=temperature,  # no seed: it would ask for `match`
                             max_completion_tokens=max_tokens,
                             ignore_eos=True,

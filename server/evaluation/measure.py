@@ -12,12 +12,16 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import resources
+from typing import Any
 
 from outrider.engine.api import EngineStats, NewRequest, SamplingParams
 from outrider.engine.processes.client import EngineClient
 
 PLAIN = 0
 OWN_CHOICE = None  # the engine chooses k for every step
+SHORT = ("chat", "code", "summarising", "json")  # the categories whose prompts are one question
+# In the order in which their categories are measured and printed.
+_FILES = ("prompts.toml", "prompts_editing.toml", "prompts_document.toml", "prompts_agent.toml")
 
 
 @dataclass(slots=True)
@@ -65,10 +69,34 @@ class Tally:
 Tallies = dict[tuple[str, float, int | None], Tally]
 
 
-def held_out_prompts() -> dict[str, list[str]]:
-    """Prompts by category."""
-    text = resources.files("outrider.server.evaluation").joinpath("prompts.toml").read_text()
-    return tomllib.loads(text)
+def held_out_prompts() -> dict[str, list[list[str]]]:
+    """Prompts by category. Each is a conversation: turns of user and model, the user's first."""
+    folder = resources.files("outrider.server.evaluation")
+    given: dict[str, list[str | list[str]]] = {}
+    for name in _FILES:
+        given |= tomllib.loads(folder.joinpath(name).read_text())
+    return {
+        category: [[prompt] if isinstance(prompt, str) else prompt for prompt in of_category]
+        for category, of_category in given.items()
+    }
+
+
+def as_messages(turns: list[str]) -> list[dict[str, Any]]:
+    """A conversation as chat templates take it."""
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+
+
+def that_fit(prompts: dict[str, list[list[int]]], max_model_len: int) -> dict[str, list[list[int]]]:
+    """The prompts behind which the context has room. Raises ValueError if there are none."""
+    fit = {
+        category: of_category_that_fit
+        for category, of_category in prompts.items()
+        if (of_category_that_fit := [ids for ids in of_category if len(ids) < max_model_len])
+    }
+    if not fit:
+        raise ValueError(f"no prompt fits into a context of {max_model_len} tokens")
+    return fit
 
 
 async def measure(

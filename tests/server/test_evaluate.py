@@ -18,7 +18,16 @@ from typer.testing import CliRunner
 
 from outrider.engine.scoring.verifier import Verifier
 from outrider.server.cli import app
-from outrider.server.evaluation.measure import OWN_CHOICE, PLAIN, Tally, held_out_prompts, measure
+from outrider.server.evaluation.measure import (
+    OWN_CHOICE,
+    PLAIN,
+    SHORT,
+    Tally,
+    as_messages,
+    held_out_prompts,
+    measure,
+    that_fit,
+)
 from outrider.server.evaluation.report import ALL, as_json, best_k, by_category, print_tables
 from outrider.server.models import known_drafts
 from outrider.server.models.known_drafts import KnownDraft
@@ -91,9 +100,34 @@ def test_looked_up_drafts_add_no_columns() -> None:
 
 def test_prompts_of_every_category_are_shipped() -> None:
     prompts = held_out_prompts()
-    assert set(prompts) == {"chat", "code", "summarising", "json"}
-    assert all(len(texts) >= 5 for texts in prompts.values())
+    long = ["editing", "document", "agent"]
+    assert list(prompts) == [*SHORT, *long]
+    assert all(len(prompts[category]) >= 5 for category in SHORT)
+    assert all(len(prompts[category]) >= 3 for category in long)
     assert by_category({}) == {}
+
+
+def test_answers_to_long_prompts_can_repeat_them() -> None:
+    prompts = held_out_prompts()
+    for category in ("editing", "document", "agent"):
+        for turns in prompts[category]:
+            assert 2000 < len("".join(turns)) < 5000  # fits into a context of 2,048 tokens
+    for (text,) in prompts["editing"]:
+        _, file, _ = text.split("```")
+        assert 60 <= len(file.splitlines()) <= 120
+    for turns in prompts["agent"]:
+        assert len(turns) >= 5
+        messages = as_messages(turns)
+        assert {m["role"] for m in messages[::2]} == {"user"}  # among them the last
+        assert {m["role"] for m in messages[1::2]} == {"assistant"}
+        assert [m["content"] for m in messages] == turns
+
+
+def test_prompts_beyond_the_context_are_left_out() -> None:
+    prompts = {"a": [[1] * 4, [1] * 3], "b": [[1] * 5]}
+    assert that_fit(prompts, 4) == {"a": [[1] * 3]}
+    with pytest.raises(ValueError, match="no prompt fits into a context of 3 tokens"):
+        that_fit(prompts, 3)
 
 
 @pytest.mark.deep
@@ -107,6 +141,7 @@ def test_the_command_measures_a_pair_and_writes_json(target: Path, tmp_path: Pat
     written = json.loads(file.read_text())
     assert {r["k"] for r in written["results"]} == {0, 2, None}
     assert {r["category"] for r in written["results"]} >= {"chat", "json", ALL}
+    assert written["prompts_left_out"] == 3
 
 
 def arguments_of(target: Path) -> list[str]:
@@ -179,6 +214,15 @@ def test_an_exact_pair_is_called_so(target: Path) -> None:
     result = CliRunner().invoke(app, arguments_of(target))
     assert result.exit_code == 0, result.output
     assert "Exact: 24 answers" in result.output  # 4 prompts, 2 temperatures, k = 3, own k, together
+    assert "3 prompts were left out: the context holds 2048 tokens" in result.output
+
+
+def test_one_kind_of_prompts_can_be_chosen(target: Path) -> None:
+    chosen = ["--category", "json", "--category", "chat"]
+    result = CliRunner().invoke(app, [*arguments_of(target), *chosen])
+    assert result.exit_code == 0, result.output
+    assert "Exact: 12 answers" in result.output
+    assert "left out" not in result.output
 
 
 def test_the_first_difference_is_shown(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +263,7 @@ def test_a_missing_gpu_is_reported_before_a_model_is_fetched() -> None:
         (["--set", "speculation.proposer=none"], "nothing to evaluate"),
         (["--json", "/nowhere/out.json"], "no directory"),
         (["--check-exact", "--json", "out.json"], "measures nothing"),
+        (["--category", "poems"], "--category poems: give one of chat, code, summarising"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_first(arguments: list[str], words: str) -> None:
