@@ -1,7 +1,11 @@
 """How much memory this process may still take: the machine's, or what its control group leaves."""
 
+import math
 from pathlib import Path
 
+from .config import ConfigError, EngineConfig
+
+_MOST_SHARE = 0.9  # of the free memory of the host; pinned memory is never swapped out
 _MACHINE = Path("/proc/meminfo")
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
@@ -10,6 +14,26 @@ _OWN = Path("/proc/self/cgroup")
 def available_bytes() -> int:
     """Bytes that can be allocated without swapping or going beyond a container's limit."""
     return min([_left_by_machine(), *_left_by_groups()])
+
+
+def check_host_memory(config: EngineConfig, pages_bytes: int) -> None:
+    """Refuse settings by which more memory of the host would be used than is free, before any of it
+    is allocated. Of that a KV cache will take `pages_bytes`.
+
+    Raises ConfigError saying what fits.
+    """
+    room_bytes = max(0, int((available_bytes() - pages_bytes) * _MOST_SHARE))
+    for name, num_bytes, unit, unit_bytes, digits in (
+        ("cache.host_gib", config.cache.host_bytes, "GiB", 2**30, 1),
+        ("speculation.suffix_answers_mib", config.speculation.answers_bytes, "MiB", 2**20, 0),
+    ):
+        if num_bytes > room_bytes:
+            most = math.floor(room_bytes / unit_bytes * 10**digits) / 10**digits
+            raise ConfigError(
+                f"{name} is {num_bytes / unit_bytes:g}, but the machine has room for {most:g} "
+                f"{unit}: set it to that at most, or to 0"
+            )
+        room_bytes -= num_bytes
 
 
 def _left_by_machine() -> int:

@@ -1,6 +1,5 @@
 """How many KV cache pages fit in memory beside everything else that the engine holds."""
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +9,11 @@ import torch
 from .api import ReportProgress
 from .config import ConfigError, EngineConfig
 from .gpu_memory import GIB, OutOfDeviceMemoryError, begin_measuring, left_bytes, measured_bytes
-from .host_memory import available_bytes
 from .memory.host_tier import PageCopies
 from .models.host_pages import host_pages_of
 from .ranks.wire import Op
 from .seats import left_for_caches
 from .worker import Worker
-
-_MOST_SHARE = 0.9  # of the free memory of the host; pinned memory is never swapped out
 
 
 def measure_pages(worker: Worker, config: EngineConfig, report: ReportProgress) -> int:
@@ -64,29 +60,6 @@ def largest_step_bytes(worker: Worker, config: EngineConfig) -> int:
         worker.rehearse()
     worker.send_to_ranks(Op.MEASURED)
     return measured_bytes(worker.device)
-
-
-def check_host_memory(worker: Worker, config: EngineConfig) -> None:
-    """Refuse settings by which more memory of the host would be used than is free; none of it is
-    allocated yet.
-
-    Raises ConfigError saying what fits.
-    """
-    free_bytes, num_pages = available_bytes(), config.cache.num_pages
-    if worker.device.type == "cpu" and num_pages is not None:  # not allocated yet, either
-        free_bytes -= worker.budget_of_all_ranks.num_bytes(num_pages)
-    room_bytes = max(0, int(free_bytes * _MOST_SHARE))
-    for name, num_bytes, unit, unit_bytes, digits in (
-        ("cache.host_gib", config.cache.host_bytes, "GiB", GIB, 1),
-        ("speculation.suffix_answers_mib", config.speculation.answers_bytes, "MiB", 2**20, 0),
-    ):
-        if num_bytes > room_bytes:
-            most = math.floor(room_bytes / unit_bytes * 10**digits) / 10**digits
-            raise ConfigError(
-                f"{name} is {num_bytes / unit_bytes:g}, but the machine has room for {most:g} "
-                f"{unit}: set it to that at most, or to 0"
-            )
-        room_bytes -= num_bytes
 
 
 def allocate_host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int], PageCopies]:

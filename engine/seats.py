@@ -32,7 +32,7 @@ def seated(
     specs = [group.spec for group in pair.groups]
     bytes_per_seq += sum(spec.bytes_per_token * (spec.window or 0) for spec in specs)
     if device.type == "cpu":
-        room_bytes = left_for_caches(config)
+        room_bytes = left_for_caches(config) - config.speculation.answers_bytes  # taken later
     else:
         left = left_bytes(device, config.gpu_memory_utilization, step_bytes=0, freed_bytes=0)
         room_bytes = left - (_STEP_BYTES + _STEP_BYTES_PER_TOKEN_ID * pair.vocab_size)
@@ -45,6 +45,5 @@ def left_for_caches(config: EngineConfig) -> int:
     """Bytes that states and KV cache of each rank may take on a CPU, once the models are loaded."""
     # Ranks share the memory of one machine.
     share = config.cache.memory_fraction / config.target.tensor_parallel
-    # Not written to yet, so it counts as free.
-    asked_bytes = config.cache.host_bytes + config.speculation.answers_bytes
-    return int((available_bytes() - asked_bytes) * share)
+    # What is asked of the host is not written to yet, so it counts as free.
+    return int((available_bytes() - config.cache.host_bytes) * share)

@@ -2,12 +2,7 @@
 
 from .api import ReportProgress
 from .config import EngineConfig
-from .measuring import (
-    allocate_host_pages,
-    check_host_memory,
-    measure_pages,
-    naming_what_to_lower,
-)
+from .measuring import allocate_host_pages, measure_pages, naming_what_to_lower
 from .worker import Worker
 
 
@@ -17,7 +12,6 @@ def make_ready(worker: Worker, config: EngineConfig, report: ReportProgress) -> 
 
     Returns the number of pages, and the tokens of the longest sequence.
     """
-    check_host_memory(worker, config)
     is_gpu = worker.device.type == "cuda"
     if is_gpu:
         worker.allocate(1)

@@ -18,6 +18,7 @@ from .api import ReportProgress
 from .config import ConfigError, EngineConfig
 from .cpu_share import CPUShare, set_threads
 from .gpu_memory import OutOfDeviceMemoryError
+from .host_memory import check_host_memory
 from .logit_edits import LogitEdits
 from .memory.budget import Budget
 from .memory.host_tier import PageCopies
@@ -119,6 +120,8 @@ class Worker:
             has_host_tier=config.cache.host_gib > 0,
         )
         self.host_pages: tuple[list[int], PageCopies] | None = None  # number of each group's
+        pages = config.cache.num_pages if self.device.type == "cpu" else None
+        check_host_memory(config, 0 if pages is None else self.budget_of_all_ranks.num_bytes(pages))
         self.edits = LogitEdits(self.slots)
         self.proposer = build_proposer(config, self.slots, self.edits, self.pair)
         self.scorer = Scorer(self.pair.target, self.slots.vocab_size)

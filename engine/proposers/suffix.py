@@ -287,13 +287,13 @@ class RecentAnswers:
         self.corpus = Corpus(ANSWER_MIN_TOKENS, max(1, self._capacity), has_breaks=True)
         self._salts: OrderedDict[str, int] = OrderedDict()  # their numbers, the last used last
         self._numbers = count()
-        # What is to be entered: the salt, the tokens, and how many of them are passed over.
+        # What is to be entered: the salt, the tokens, and how many of them have been.
         self._waiting: deque[tuple[int, list[int], int]] = deque()
 
     def add(self, request: Request) -> None:
         """Keep the answer to a request that has ended, and the last tokens before it."""
-        first = max(0, request.num_prompt_tokens - ANSWER_MIN_TOKENS)
-        if request.num_output_tokens == 0 or len(request.token_ids) - first >= self._capacity:
+        kept = request.num_output_tokens + min(ANSWER_MIN_TOKENS, request.num_prompt_tokens)
+        if request.num_output_tokens == 0 or kept >= self._capacity:
             return
         salt = request.memory.cache_salt
         if salt not in self._salts:
@@ -301,7 +301,8 @@ class RecentAnswers:
         self._salts.move_to_end(salt)
         if len(self._salts) > MOST_SALTS:
             self._salts.popitem(last=False)
-        self._waiting.append((self._salts[salt], request.token_ids, first))
+        # Not its whole prompt: together those of all that waits may be gigabytes.
+        self._waiting.append((self._salts[salt], request.token_ids[-kept:], 0))
         if len(self._waiting) > MOST_WAITING:
             del self._waiting[1]  # not the first: it may have been entered in part
 

@@ -13,7 +13,7 @@ from heads import save_tiny_head
 from host_copies import FailingCopies, LateCopies, with_copies, with_late_copies
 from tiny_models import VOCAB, Tiny
 
-from outrider.engine import measuring
+from outrider.engine import host_memory, seats
 from outrider.engine.api import NewRequest, RequestOutput, SamplingParams, SourceName
 from outrider.engine.config import ConfigError, EngineConfig
 from outrider.engine.engine import Engine
@@ -414,7 +414,7 @@ def test_host_memory_that_cannot_serve_is_refused_at_start(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the cache is not in host memory")
 def test_the_largest_that_is_named_fits(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "available_bytes", lambda: 3 * 2**30)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 3 * 2**30)
     config = engine_config(target, num_pages=512)
     with pytest.raises(ConfigError, match=r"room for 2\.6 GiB"):
         Engine(tiered(config, 2.7))
@@ -427,7 +427,7 @@ def test_the_largest_that_is_named_fits(target: Path, monkeypatch: pytest.Monkey
 def test_recent_answers_are_held_to_the_same_room(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measuring, "available_bytes", lambda: 3 * 2**30)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 3 * 2**30)
 
     def with_answers(num_mib: int, host_gib: float = 0, *sources: SourceName) -> EngineConfig:
         config = tiered(engine_config(target, proposer=sources or ["suffix"]), host_gib)
@@ -441,3 +441,6 @@ def test_recent_answers_are_held_to_the_same_room(
         Engine(with_answers(800, 2.0))
     Engine(with_answers(700, 2.0))
     Engine(with_answers(60000, 0, "prediction"))  # it keeps none
+    # When pages are counted, the memory has been taken.
+    monkeypatch.setattr(seats, "available_bytes", lambda: 3 * 2**30)
+    assert seats.left_for_caches(with_answers(700)) == seats.left_for_caches(with_answers(0))

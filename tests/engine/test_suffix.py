@@ -292,6 +292,16 @@ def test_a_step_enters_a_bounded_part_of_answers_however_much_memory_they_have()
         assert following(Suffixes(2, "", answers), [9, 6001, 6002, 6003, 6004], 1) == [6005]
 
 
+def test_answers_that_wait_keep_no_prompts() -> None:
+    answers = RecentAnswers(1 << 18)
+    request = ended([*range(100)])
+    request.token_ids[:0] = [0] * 5000
+    request.num_prompt_tokens += 5000
+    answers.add(request)
+    [(_, waits, _)] = answers._waiting
+    assert waits == request.token_ids[-104:]
+
+
 def test_an_answer_that_is_entered_in_part_ends_where_it_is_known() -> None:
     answers = RecentAnswers(20 * 1000)
     for _ in range(3):
