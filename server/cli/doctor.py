@@ -24,7 +24,7 @@ def doctor_command(
     Exits with status 1 if the server cannot run on this machine as it is.
     """
     settings = settings_or_exit(config, assignments)
-    from ..diagnosis import machine, network  # bring in torch
+    from ..diagnosis import machine, network, weights  # bring in torch
 
     target = settings.target
     configured = target.model if "model" in target.model_fields_set else None
@@ -45,6 +45,7 @@ def doctor_command(
         "pair": machine.pair(
             has_hub=hub.state == "ok",
             configured=configured,
+            counted=weights.counted(settings, has_hub=hub.state == "ok") if configured else "",
             num_ranks=target.tensor_parallel or (1 if ":" in target.device else None),
             shares_draft=settings.draft.tensor_parallel > 1,
         ),

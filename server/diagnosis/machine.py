@@ -21,6 +21,7 @@ from outrider.kernels.cpu import layers
 
 from ..models import builtin, store
 from ..models.known_drafts import SUGGESTED, Suggestion
+from .weights import Counted
 
 LEAST_CAPABILITY = (8, 0)  # of a GPU: from here on tensor cores compute in bfloat16
 LEAST_DISK_GB = 2.0  # for the default pair and its download
@@ -197,12 +198,14 @@ def pair(
     *,
     has_hub: bool,
     configured: str | None = None,
+    counted: Counted | str = "",
     num_ranks: int | None = None,
     shares_draft: bool = False,
 ) -> Finding:
     """Whether the configured target fits this machine with its draft; if none is configured, the
     largest suggested pair that does and can be obtained. `num_ranks` share the target (None: as few
-    as hold it), and perhaps the draft, which is counted as if it were whole.
+    as hold it), and perhaps the draft, which is counted as if it were whole. `counted` is what the
+    configured pair takes, or why nobody knows; a suggested one's draft is known, the hub's is not.
     """
     num_gpus, numbers = torch.cuda.device_count() if torch.cuda.is_available() else 0, [1]
     if torch.cuda.is_available():
@@ -218,31 +221,37 @@ def pair(
     at_hand = [each for each in SUGGESTED if has_hub or each.model in builtin.BUILTINS]
     if configured is not None:
         at_hand = [each for each in SUGGESTED if each.model == configured]
-    if not at_hand:
-        text = f"{configured}, as configured; how much memory it takes is not known here"
-        return Finding("ok", text)
     dtype = torch.bfloat16
     if not torch.cuda.is_available():
         dtype = resolve_dtype("auto", PreTrainedConfig(), torch.device("cpu"))
         at_hand = [_in_dtype(each, dtype) for each in at_hand]
+    in_dtype = f" in {str(dtype).removeprefix('torch.')}"
+    known = [(each.model, _counted(each)) for each in at_hand]
+    if configured and isinstance(counted, Counted) and not (known and counted.is_least):
+        known, in_dtype = [(configured, counted)], ""
+    if not known:
+        return Finding("note", f"how much memory {configured} takes is not known: {counted}")
     numbers = numbers if num_ranks is None else [num_ranks]
-    fits = ((each, fewest_gpus(each.weights, room_bytes, numbers)) for each in at_hand)
-    suggested, num = next((found for found in fits if found[1]), (at_hand[-1], None))
-    text = f"{suggested.model} and its draft take {suggested.size_gb:.1f} GB of weights in "
-    text += str(dtype).removeprefix("torch.")
+    fits = ((each, fewest_gpus(each[1].weights, room_bytes, numbers)) for each in known)
+    (model, found), num = next((fit for fit in fits if fit[1]), (known[-1], None))
+    text = f"{found.text} {found.weights.in_all / 1e9:.1f} GB of weights{in_dtype}"
     if (shared_by := num or numbers[0]) > 1:
-        most = "at most " if shares_draft else ""
-        first_gb = suggested.weights.of_first(shared_by) / 1e9
-        text += f", {most}{first_gb:.1f} GB on the first of {shared_by} ranks"
+        about = "at least " if found.is_least else "at most " if shares_draft else ""
+        first_gb = found.weights.of_first(shared_by) / 1e9
+        text += f", {about}{first_gb:.1f} GB on the first of {shared_by} ranks"
     text += f"; {where} has room for {room_bytes / 1e9:.1f}"
     if num is not None:
-        remedy = f"outrider serve {suggested.model}" if configured is None else None
+        remedy = f"outrider serve {model}" if configured is None else None
         if remedy is not None and num_ranks is not None and num_ranks > 1:
             remedy += f" --tensor-parallel {num_ranks}"
         return Finding("ok", text, remedy)
     # Fewer bits, if the config asks for them, may fit.
     state: Literal["note", "bad"] = "bad" if configured is None else "note"
     return Finding(state, text, "Free some memory.")
+
+
+def _counted(each: Suggestion) -> Counted:
+    return Counted(f"{each.model} and its draft take", each.weights)
 
 
 def _in_dtype(each: Suggestion, dtype: torch.dtype) -> Suggestion:

@@ -67,7 +67,10 @@ def snapshot(
         raise ModelError(f"{hub_id!r} is no hub id: {error}") from error
     except Exception as error:  # whatever the HTTP library that the hub's uses has for a failure
         if cached_only:
-            raise ModelError(f"{where} is not in the hub's cache on this machine") from error
+            raise ModelError(
+                f"{where} is not in the hub's cache on this machine; `outrider models fetch "
+                f"{hub_id}` gets it"
+            ) from error
         cause = error.__cause__ or error  # of LocalEntryNotFoundError: what went wrong on the way
         reason = str(cause).partition("\n")[0] or type(cause).__name__
         raise ModelError(

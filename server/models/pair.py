@@ -75,7 +75,7 @@ def prepare_pair(settings: Settings, report: ReportProgress = ignore_progress) -
             trust_remote_code=settings.target.trust_remote_code,
             report=report,
         )
-    config = _config(target, settings.target)
+    config = text_config(target, settings.target)
     is_named = settings.draft.model is not None
 
     def pair(chosen: Settings) -> Pair:
@@ -132,7 +132,7 @@ def _pair(
         with _naming("draft.model", settings.draft.model, DraftError):
             draft = _draft(settings.draft, target, config, report)
             if settings.draft.model != MTP and not head_kind(draft):
-                width = _config(draft, settings.draft).vocab_size
+                width = text_config(draft, settings.draft).vocab_size
                 theirs = Vocabulary.of(_tokenizer(draft, settings.draft), width)
                 vocab_size, vocabulary = _common_vocabulary(own_vocabulary, tokenizer, theirs)
     try:
@@ -200,10 +200,10 @@ def engine_config(pair: Pair) -> EngineConfig:
     given = settings.scheduler
     num_seqs, num_rows = _step_size(device, given.max_num_seqs, given.max_num_batched_tokens)
     config = EngineConfig(
-        target=_model_config(pair.target, dtype, settings.target),
+        target=model_config(pair.target, dtype, settings.target),
         draft=(
             replace(
-                _model_config(pair.draft, settings.draft.dtype or dtype, settings.draft),
+                model_config(pair.draft, settings.draft.dtype or dtype, settings.draft),
                 vocabulary=pair.draft_vocabulary,
                 is_optional=pair.draft_is_optional,
                 instead=pair.instead,
@@ -280,7 +280,7 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def _model_config(
+def model_config(
     directory: Path, dtype: str, settings: TargetSettings | DraftSettings
 ) -> ModelConfig:
     return ModelConfig(
@@ -344,7 +344,7 @@ def _token_table(tokenizer: TokenizerData, vocab_size: int) -> TokenTable | None
         return None
 
 
-def _config(directory: Path, settings: TargetSettings | DraftSettings) -> Any:
+def text_config(directory: Path, settings: TargetSettings | DraftSettings) -> Any:
     """The text part of a model's config; a multimodal config has other parts, too."""
     from outrider.engine.models.architectures import load_config
 

@@ -68,6 +68,12 @@ def resolve(
     )
 
 
+def is_hub_id(model: str) -> bool:
+    """Whether `resolve` looks for it on the hub."""
+    is_local = model in builtin.BUILTINS or Path(model).expanduser().exists()
+    return not is_local and not looks_like_path(model) and bool(_HUB_ID.fullmatch(model))
+
+
 def find(model: str, revision: str | None = None) -> Path:
     """The directory of `model` if it is on this machine already; fetches nothing."""
     path = Path(model).expanduser()

@@ -2,21 +2,27 @@
 
 import socket
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from pydantic import SecretStr
+from safetensors.torch import load_file
 from served import Served
 from socket_server import on_a_socket
+from tiny_pairs import save_tiny_model_with_tokenizer, write_tiny_gguf
 from typer.testing import CliRunner
 
 from outrider.server.cli import app
 from outrider.server.config.server_settings import ServerSettings
-from outrider.server.diagnosis import machine, network
+from outrider.server.config.settings_loader import load_settings
+from outrider.server.diagnosis import machine, network, weights
 from outrider.server.models.known_drafts import SUGGESTED
+from outrider.server.models.resolve import resolve
 
 
 def test_everything_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,12 +257,99 @@ def test_a_configured_pair_is_looked_at_in_place_of_suggested_ones(
     for model, state, words in (
         ("Qwen/Qwen3-4B", "ok", "Qwen/Qwen3-4B and its draft take 9.2 GB"),
         ("Qwen/Qwen3-32B", "note", "Qwen/Qwen3-32B and its draft take 66.7 GB"),
-        ("mine", "ok", "mine, as configured"),
     ):
         found = machine.pair(has_hub=True, configured=model)
         assert (found.state, words in found.text) == (state, True)
-    set_model = ["--offline", "--set", "server.port=0", "--set", "target.model=mine"]
-    assert "mine, as configured" in CliRunner().invoke(app, ["doctor", *set_model]).stdout
+
+
+WEIGHT_FILES = [("model-00001-of-00002.safetensors", 90 * 10**9), ("mtp.safetensors", 10**9)]
+OTHER_FILES = [("original/model.safetensors", 91 * 10**9), ("model.safetensors.index.json", 9**9)]
+
+
+@pytest.mark.parametrize("hub", ["answers", "fails", "offline"])
+def test_a_model_that_is_not_here_is_counted_by_the_hub_or_said_to_be_missing(
+    hub: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(weights.HfApi, "model_info", partialmethod(hub_info, hub))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i=0: (0, 80 * 10**9))
+    name = "meta-llama/Llama-3.1-70B-Instruct"
+
+    def found(model: str, num_ranks: int | None = None) -> machine.Finding:
+        settings = load_settings(assignments=[f"target.model={model}"], environ={})
+        counted = weights.counted(settings, has_hub=hub != "offline")
+        return machine.pair(has_hub=True, configured=model, counted=counted, num_ranks=num_ranks)
+
+    if hub == "answers":
+        for num_ranks, state, words in (
+            (None, "ok", "91.0 GB of weights, at least 45.5 GB on the first of 2 ranks; each GPU"),
+            (2, "ok", "91.0 GB of weights, at least 45.5 GB on the first of 2 ranks; each GPU"),
+            (1, "note", "91.0 GB of weights; each GPU has room for 64.0"),
+        ):
+            one = found(name, num_ranks)
+            assert (one.state, f"by the hub its files take {words}" in one.text) == (state, True)
+    else:
+        text = f"how much memory {name} takes is not known: {name} is not in the hub's cache on "
+        text += f"this machine; `outrider models fetch {name}` gets it"
+        assert found(name) == machine.Finding("note", text)
+    # A suggested one's draft is counted, too.
+    assert "Qwen/Qwen3-32B and its draft take 66.7 GB" in found("Qwen/Qwen3-32B").text
+    assert "no model 'mine'" in found("mine").text
+
+
+def hub_info(_: object, hub: str, name: str, **asked: object) -> SimpleNamespace:
+    assert asked["files_metadata"] is True
+    if hub == "fails":
+        raise httpx.ConnectTimeout("slow")
+    files = [SimpleNamespace(rfilename=n, size=size) for n, size in WEIGHT_FILES + OTHER_FILES]
+    return SimpleNamespace(siblings=files)
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_pair_that_is_here_is_counted_by_its_files(
+    has_head: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the server will load it, with the draft that it chooses."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i=0: (0, 80 * 10**9))
+    model = save_tiny_model_with_tokenizer(tmp_path / "mimo", has_mtp=has_head, architecture="mimo")
+    settings = load_settings(assignments=[f"target.model={model}"], environ={})
+    counted = weights.counted(settings, has_hub=False)
+    assert isinstance(counted, weights.Counted)
+    tensors = load_file(model / "model.safetensors")
+    assert counted.weights.in_all == sum(4 * tensor.numel() for tensor in tensors.values())
+    shared = sum(4 * t.numel() for name, t in tensors.items() if ".layers." in name)
+    assert counted.weights.whole == counted.weights.in_all - shared
+    draft = (
+        "and its draft, mtp, take" if has_head else "takes, without its draft, mtp, which is not"
+    )
+    assert counted.text.startswith(f"{model} {draft}")
+    found = machine.pair(has_hub=False, configured=str(model), counted=counted, num_ranks=2)
+    assert (found.state, "GB on the first of 2 ranks; each GPU has room" in found.text) == (
+        "ok",
+        True,
+    )
+
+
+def test_a_file_of_fewer_bits_counts_as_it_is_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    file = write_tiny_gguf(tmp_path / "tiny.gguf", type_=GGMLQuantizationType.Q8_0)
+    settings = load_settings(
+        assignments=[f"target.model={file}", "speculation.proposer=ngram"], environ={}
+    )
+    found = weights.counted(settings, has_hub=False)
+    assert found == f"{file} is not in the store; `outrider models fetch {file}` gets it"
+    resolve(str(file))
+    found = weights.counted(settings, has_hub=False)
+    assert isinstance(found, weights.Counted)
+    assert found.text == f"{file} takes"
+    assert 0.9 * file.stat().st_size < found.weights.in_all <= file.stat().st_size
 
 
 @pytest.mark.parametrize(

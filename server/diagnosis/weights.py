@@ -1,0 +1,96 @@
+"""What the weights of the configured pair take: by its files on this machine, or by the hub."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from huggingface_hub import HfApi
+
+from outrider.engine.config import EngineConfig
+from outrider.engine.models.gguf_file import holds_gguf
+from outrider.engine.models.heads.config import HeadError, mtp_names
+from outrider.engine.ranks.choice import pair_weights
+from outrider.engine.ranks.fit import Weights
+
+from ..config.settings import MTP, DraftSettings, Settings
+from ..models.choice import choose, with_proposer
+from ..models.pair import model_config, text_config
+from ..models.resolve import find, is_hub_id
+from ..models.store import ModelError
+
+HUB_TIMEOUT_S = 2.0
+_READ = re.compile(r"(model[^/]*|mtp)\.safetensors")  # of a hub's files, those with weights
+
+
+class Counted(NamedTuple):
+    text: str  # what was counted, in words
+    weights: Weights
+    is_least: bool = False  # whether more is whole on the first GPU: only a sum is known
+
+
+def counted(settings: Settings, *, has_hub: bool) -> Counted | str:
+    """What the pair takes; or why nobody knows: it is not here, and the hub does not say either."""
+    try:
+        return _by_files(settings)
+    except (ModelError, ValueError, OSError) as error:
+        asks = has_hub and is_hub_id(settings.target.model)
+        return (_by_hub(settings) if asks else None) or str(error)
+
+
+def _by_files(settings: Settings) -> Counted:
+    """By the headers of the files of a target that is here; fetches nothing.
+
+    Raises ModelError if it is not here, ValueError or OSError if its files cannot be read.
+    """
+    name = settings.target.model
+    target = find(name, settings.target.revision)
+    config = text_config(target, settings.target)
+    if settings.speculation.proposer == ("auto",):
+        settings, _ = choose(settings, target, config)
+    else:
+        settings = with_proposer(settings, *settings.speculation.proposer)
+    draft, text = None, f"{name} takes"
+    speculation, dtype = settings.speculation, settings.target.dtype
+    if "draft_model" in speculation.sources and speculation.num_speculative_tokens:
+        try:
+            draft = _draft(settings.draft, target)
+            text = f"{name} and its draft, {settings.draft.model}, take"
+        except (ModelError, HeadError):
+            text = f"{name} takes, without its draft, {settings.draft.model}, which is not here,"
+    engine = EngineConfig(
+        target=model_config(target, dtype, settings.target),
+        draft=(
+            model_config(draft, settings.draft.dtype or dtype, settings.draft) if draft else None
+        ),
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    folders = {target} | ({draft} if draft else set())
+    if engine.device == "cpu" and any(map(holds_gguf, folders)):  # it keeps its width there
+        files = (file for folder in folders for file in folder.glob("model*.*"))
+        in_all = sum(file.stat().st_size for file in files)
+        return Counted(text, Weights(in_all, in_all))
+    return Counted(text, pair_weights(engine))
+
+
+def _draft(settings: DraftSettings, target: Path) -> Path:
+    assert settings.model is not None  # ensured by the settings
+    if settings.model != MTP:
+        return find(settings.model, settings.revision)
+    mtp_names(target)
+    return target
+
+
+def _by_hub(settings: Settings) -> Counted | None:
+    """By the sizes of the hub's files, if it answers at once; without a draft of its own files."""
+    name = settings.target.model
+    try:
+        info = HfApi().model_info(
+            name, revision=settings.target.revision, files_metadata=True, timeout=HUB_TIMEOUT_S
+        )
+    except Exception:  # whatever the hub's library has for a failure: then nothing is known
+        return None
+    files = [file for file in info.siblings or () if _READ.fullmatch(file.rfilename)]
+    in_all = sum(file.size or 0 for file in files)
+    text = f"{name} is not here yet; by the hub its files take"
+    return Counted(text, Weights(in_all, 0), is_least=True) if in_all else None
