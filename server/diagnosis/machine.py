@@ -21,7 +21,7 @@ from outrider.kernels.cpu import layers
 
 from ..models import builtin, store
 from ..models.known_drafts import SUGGESTED, Suggestion
-from .weights import Counted
+from .weights import PairWeights
 
 LEAST_CAPABILITY = (8, 0)  # of a GPU: from here on tensor cores compute in bfloat16
 LEAST_DISK_GB = 2.0  # for the default pair and its download
@@ -198,7 +198,7 @@ def pair(
     *,
     has_hub: bool,
     configured: str | None = None,
-    counted: Counted | str = "",
+    counted: PairWeights | str = "",
     num_ranks: int | None = None,
     shares_draft: bool = False,
 ) -> Finding:
@@ -227,7 +227,7 @@ def pair(
         at_hand = [_in_dtype(each, dtype) for each in at_hand]
     in_dtype = f" in {str(dtype).removeprefix('torch.')}"
     known = [(each.model, _counted(each)) for each in at_hand]
-    if configured and isinstance(counted, Counted) and not (known and counted.is_least):
+    if configured and isinstance(counted, PairWeights) and not (known and counted.is_least):
         known, in_dtype = [(configured, counted)], ""
     if not known:
         return Finding("note", f"how much memory {configured} takes is not known: {counted}")
@@ -250,8 +250,8 @@ def pair(
     return Finding(state, text, "Free some memory.")
 
 
-def _counted(each: Suggestion) -> Counted:
-    return Counted(f"{each.model} and its draft take", each.weights)
+def _counted(each: Suggestion) -> PairWeights:
+    return PairWeights(f"{each.model} and its draft take", each.weights)
 
 
 def _in_dtype(each: Suggestion, dtype: torch.dtype) -> Suggestion:

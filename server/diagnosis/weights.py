@@ -23,13 +23,13 @@ HUB_TIMEOUT_S = 2.0
 _READ = re.compile(r"(model[^/]*|mtp)\.safetensors")  # of a hub's files, those with weights
 
 
-class Counted(NamedTuple):
+class PairWeights(NamedTuple):
     text: str  # what was counted, in words
     weights: Weights
     is_least: bool = False  # whether more is whole on the first GPU: only a sum is known
 
 
-def counted(settings: Settings, *, has_hub: bool) -> Counted | str:
+def counted(settings: Settings, *, has_hub: bool) -> PairWeights | str:
     """What the pair takes; or why nobody knows: it is not here, and the hub does not say either."""
     try:
         return _by_files(settings)
@@ -38,7 +38,7 @@ def counted(settings: Settings, *, has_hub: bool) -> Counted | str:
         return (_by_hub(settings) if asks else None) or str(error)
 
 
-def _by_files(settings: Settings) -> Counted:
+def _by_files(settings: Settings) -> PairWeights:
     """By the headers of the files of a target that is here; fetches nothing.
 
     Raises ModelError if it is not here, ValueError or OSError if its files cannot be read.
@@ -69,8 +69,8 @@ def _by_files(settings: Settings) -> Counted:
     if engine.device == "cpu" and any(map(holds_gguf, folders)):  # it keeps its width there
         files = (file for folder in folders for file in folder.glob("model*.*"))
         in_all = sum(file.stat().st_size for file in files)
-        return Counted(text, Weights(in_all, in_all))
-    return Counted(text, pair_weights(engine))
+        return PairWeights(text, Weights(in_all, in_all))
+    return PairWeights(text, pair_weights(engine))
 
 
 def _draft(settings: DraftSettings, target: Path) -> Path:
@@ -81,7 +81,7 @@ def _draft(settings: DraftSettings, target: Path) -> Path:
     return target
 
 
-def _by_hub(settings: Settings) -> Counted | None:
+def _by_hub(settings: Settings) -> PairWeights | None:
     """By the sizes of the hub's files, if it answers at once; without a draft of its own files."""
     name = settings.target.model
     try:
@@ -93,4 +93,4 @@ def _by_hub(settings: Settings) -> Counted | None:
     files = [file for file in info.siblings or () if _READ.fullmatch(file.rfilename)]
     in_all = sum(file.size or 0 for file in files)
     text = f"{name} is not here yet; by the hub its files take"
-    return Counted(text, Weights(in_all, 0), is_least=True) if in_all else None
+    return PairWeights(text, Weights(in_all, 0), is_least=True) if in_all else None

@@ -318,7 +318,7 @@ def test_a_pair_that_is_here_is_counted_by_its_files(
     model = save_tiny_model_with_tokenizer(tmp_path / "mimo", has_mtp=has_head, architecture="mimo")
     settings = load_settings(assignments=[f"target.model={model}"], environ={})
     counted = weights.counted(settings, has_hub=False)
-    assert isinstance(counted, weights.Counted)
+    assert isinstance(counted, weights.PairWeights)
     tensors = load_file(model / "model.safetensors")
     assert counted.weights.in_all == sum(4 * tensor.numel() for tensor in tensors.values())
     shared = sum(4 * t.numel() for name, t in tensors.items() if ".layers." in name)
@@ -347,7 +347,7 @@ def test_a_file_of_fewer_bits_counts_as_it_is_on_a_cpu(
     assert found == f"{file} is not in the store; `outrider models fetch {file}` gets it"
     resolve(str(file))
     found = weights.counted(settings, has_hub=False)
-    assert isinstance(found, weights.Counted)
+    assert isinstance(found, weights.PairWeights)
     assert found.text == f"{file} takes"
     assert 0.9 * file.stat().st_size < found.weights.in_all <= file.stat().st_size
 
