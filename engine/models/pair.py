@@ -117,6 +117,7 @@ class ModelPair:
                 self._load_draft(draft, config, report)
             except Exception as error:
                 config = _without_draft(draft, config, error)
+                self.target.tap(())  # by a head that failed once it was loaded
         self.config = config
         roles = {"target": self.target, "draft": self.draft, "head": self.head}
         layers_of: dict[str, PagedLayers] = {

@@ -209,6 +209,17 @@ def test_each_format_counts_the_rows_of_a_block_in_its_own_way(
     assert engine.worker.pair.head.max_drafts == most
 
 
+def test_the_target_hands_out_nothing_for_a_head_that_is_left_out(
+    target: Path, tmp_path: Path
+) -> None:
+    """It was loaded already: only then is it known how many tokens it drafts."""
+    config = engine_config(target, save_tiny_block_head(tmp_path / "head", target), k=9)
+    assert config.draft is not None
+    engine = Engine(replace(config, draft=replace(config.draft, is_optional=True)))
+    assert engine.worker.pair.head is None
+    assert engine.worker.pair.target.tapped_layers == ()
+
+
 def test_a_head_for_a_wider_target_is_refused(
     target: Path, tiny_model: Tiny, tmp_path: Path
 ) -> None:
