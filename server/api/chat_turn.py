@@ -73,7 +73,7 @@ async def prepare_turn(
         readers=readers,
         shown_special_ids=_shown_special_ids(service, readers),
     )
-    return await json_off_loop(num_bytes, service.samples, asked)
+    return await service.samples(asked, num_bytes)
 
 
 def _readers(

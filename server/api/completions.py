@@ -9,7 +9,7 @@ from outrider.engine.api import TokenLogprobs
 
 from ..base.errors import invalid_value, unsupported
 from ..base.held import json_bytes
-from ..base.off_loop import json_off_loop, off_loop
+from ..base.off_loop import off_loop
 from ..base.request_key import request_key
 from ..text.detokenizer import Detokenizer
 from .answer import MIN_LOGPROB, Answer
@@ -65,7 +65,7 @@ async def prepare_completion(
         ),
         predicted=await service.predicted(body),
     )
-    return await json_off_loop(json_bytes(http), service.samples, asked)
+    return await service.samples(asked, json_bytes(http))
 
 
 def _check(body: CompletionRequest) -> None:

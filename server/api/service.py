@@ -41,6 +41,7 @@ from .sampling_defaults import SamplingDefaults
 
 VERSION = importlib.metadata.version("outrider")
 # Longer texts are tokenized one at a time: each takes a hundred times its size in memory.
+BAD_WORD_BYTES = 320  # of JSON, which are read in the time that tokenizing a bad word takes
 HUGE_CHARS = 2**18
 
 
@@ -217,11 +218,15 @@ class Service:
             return prompt
         return prompt[:limit] if fields.truncation_side == "right" else prompt[-limit:]
 
-    def samples(self, asked: Asked) -> list[Sample]:
-        """All samples of each prompt, prompt-major.
+    async def samples(self, asked: Asked, num_bytes: int) -> list[Sample]:
+        """All samples of each prompt, prompt-major; `num_bytes` are those of the request's JSON.
 
         Raises APIError for what the engine could never run.
         """
+        num_bytes += BAD_WORD_BYTES * len(asked.fields.bad_words)
+        return await json_off_loop(num_bytes, self._samples, asked)
+
+    def _samples(self, asked: Asked) -> list[Sample]:
         fields, max_tokens = self.sampling_defaults.fill(asked.fields), asked.max_tokens
         for prompt in asked.prompts:
             self._check_prompt(prompt, param=asked.param, max_tokens=max_tokens)

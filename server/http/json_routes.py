@@ -14,7 +14,7 @@ class JSONRoutes:
     """Call routes of JSON bodies by their path; `app` answers all other requests.
 
     FastAPI describes these routes, but does not call them: its own middleware, router and exit
-    stacks would take a quarter of the time before the engine has it.
+    stacks would take a quarter of the time until the engine has the request.
     """
 
     def __init__(self, app: ASGIApp, routers: Iterable[APIRouter]) -> None:

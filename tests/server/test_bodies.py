@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from scripted_client import steps
 from served import Served
 
-from outrider.server.api import json_route, stored_responses
+from outrider.server.api import json_route, service, stored_responses
 from outrider.server.api.chat_protocol import ChatCompletionRequest, Message
 from outrider.server.api.messages_protocol import MessagesRequest
 from outrider.server.api.protocol import CompletionRequest
@@ -196,6 +196,23 @@ def test_a_large_body_is_validated_off_the_event_loop(
         for size in (10, 5000, 20_000, 100_000):
             post(served.app, body | {field: " " * size}, path=path)
             assert (threads.pop() == threading.get_ident()) == (size < 2**14)
+
+
+def test_many_bad_words_are_tokenized_off_the_event_loop(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def noting(words: list[str], tokenizer: object) -> tuple[tuple[int, ...], ...]:
+        threads.append(threading.get_ident())
+        return ()
+
+    monkeypatch.setattr(service, "bad_word_ids", noting)
+    served = serve()
+    for path, body, _ in REQUESTS[:2]:
+        for num_words in (0, 10, 100):
+            post(served.app, body | {"bad_words": ["x"] * num_words}, path=path)
+            assert (threads.pop() == threading.get_ident()) == (num_words < 50)
 
 
 def test_a_stored_conversation_is_read_off_the_event_loop_and_counted(
