@@ -55,7 +55,8 @@ def _serve(
     flags = dict(flags or {})
     k = flags["speculation.num_speculative_tokens"]
     is_named = flags["speculation.proposer"] is not None or any(
-        assignment.startswith("speculation.proposer=") for assignment in assignments or ()
+        assignment.partition("=")[0].strip() == "speculation.proposer"
+        for assignment in assignments or ()
     )
     if no_draft and (draft is not None or k not in (None, "0") or is_named):
         give_up("--no-draft excludes --draft, -k and --proposer", 2)
@@ -64,6 +65,8 @@ def _serve(
         give_up("MODEL and --model name the same thing: give one of them", 2)
     if no_draft:
         flags["speculation.proposer"] = "none"
+    if is_named:
+        named.pop("speculation.proposer", None)  # of --draft, which does not go before it
     given = named | {key: value for key, value in flags.items() if value is not None}
     settings = settings_or_exit(config, assignments, given, flag_names())
     proposer = settings.speculation.proposer

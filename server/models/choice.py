@@ -53,7 +53,8 @@ def instead_of(draft: str | None, target: Target) -> str:
     """What drafts for the target if this draft does not, in words."""
     text = "drafts are looked up in the text so far; `outrider distill` makes a draft for any "
     text += "model, --draft takes one"
-    if others := [each.model for each in known_drafts_of(target) if each.model != draft]:
+    known = dict.fromkeys(each.model for each in known_drafts_of(target))  # some are listed twice
+    if others := [model for model in known if model != draft]:
         are = "is" if len(others) == 1 else "are"
         text += f", such as {' or '.join(others)}, which {are} known for {target.name}"
     return text

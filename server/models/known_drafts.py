@@ -73,7 +73,7 @@ def _head(one: tuple[str, str], model: str, kind: str, billions: float, k: int) 
         num_parameters=int(billions * 1e9),
         family=family,
         # A directory or a quantised checkpoint of it, too, but no fine-tuned model.
-        name=rf"(^|/){name}([-._]({_NARROW}))*$",
+        name=rf"(^|/){name}([-._]({_NARROW}))*/?$",
         kind=f"{kind} head",
         num_speculative_tokens=k,
     )

@@ -71,7 +71,8 @@ def test_a_draft_that_fails_ends_the_start_only_if_it_was_named(
     save_tiny_hybrid(target, vocab_size=len(AutoTokenizer.from_pretrained(target)))
     name = damage(target)
     known = [
-        KnownDraft(model=model, num_parameters=0, family="tiny") for model in (name, "a/known-head")
+        KnownDraft(model=model, num_parameters=0, family="tiny")
+        for model in (name, "a/known-head", "a/known-head")
     ]
     monkeypatch.setattr(known_drafts, "KNOWN_DRAFTS", known)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -78,6 +78,10 @@ def target(name: str, model_type: str, vocab_size: int, billions: float) -> Targ
             )
             for end in ("-GPTQ-Int4", "-AWQ-4bit", "-quantized.w4a16", "-FP8-dynamic", "_NVFP4")
         ),
+        (
+            target("models/Qwen3-14B/", "qwen3", 151_936, 14.8),
+            "RedHatAI/Qwen3-14B-speculator.eagle3",
+        ),
         (target("/models/mine", "qwen3", 151_936, 32.8), "Qwen/Qwen3-0.6B"),
         (target("Qwen/Qwen3-0.6B", "qwen3", 151_936, 0.6), None),
         (target("Qwen/Qwen2.5-7B-Instruct", "qwen2", 152_064, 7.6), "Qwen/Qwen2.5-0.5B-Instruct"),
@@ -393,7 +397,10 @@ def test_a_k_without_anything_that_drafts_is_refused(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     "other",
-    ["--draft=a/b", "-k=3", "--proposer=suffix", "--set=speculation.proposer=suffix"],
+    [
+        *("--draft=a/b", "-k=3", "--proposer=suffix"),
+        *("--set=speculation.proposer=suffix", "--set=speculation.proposer = suffix"),
+    ],
 )
 def test_no_draft_and_what_asks_for_drafts_exclude_each_other(
     monkeypatch: pytest.MonkeyPatch, other: str
@@ -411,12 +418,13 @@ def test_no_draft_goes_before_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_draft_drafts_beside_no_source_that_was_not_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    named = ["a/b", "--draft", "c/d", "--proposer"]
-    only = served_with(monkeypatch, *named, "draft_model").speculation.proposer
-    assert only == ("prediction", "grammar", "draft_model")
-    result = CliRunner().invoke(app, ["serve", *named, "suffix"])
-    assert result.exit_code == 2
-    assert "add --proposer draft_model" in result.output
+    for proposer in ("--proposer=", "--set=speculation.proposer="):
+        named = ["a/b", "--draft", "c/d"]
+        only = served_with(monkeypatch, *named, f"{proposer}draft_model").speculation.proposer
+        assert only == ("prediction", "grammar", "draft_model")
+        result = CliRunner().invoke(app, ["serve", *named, f"{proposer}suffix"])
+        assert result.exit_code == 2
+        assert "add --proposer draft_model" in result.output
 
 
 def test_the_version_is_shown() -> None:
