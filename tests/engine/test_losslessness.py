@@ -37,6 +37,7 @@ PARAMS = {
 SOME: list[Any] = [(name, "draft_model", 4800) for name in ("token", "block", "match")]
 SOME += [(name, "draft_model", 2400) for name in ("top_k", "top_p")] + [("token", "suffix", 2400)]
 SOME += [("token", "head", 2400), ("token", "dflash", 2400), ("block", "dspark", 2400)]
+SOME += [("token", "hybrid", 2400)]
 SOME += [
     pytest.param(rule, proposer, 2400, marks=pytest.mark.deep)
     for rule, proposer in (
@@ -44,9 +45,12 @@ SOME += [
         ("block", "peagle"),
         ("block", "dflash2"),
         ("token", "mtp"),
+        ("block", "hybrid dflash2"),
+        ("token", "hybrid dspark"),
     )
 ]
-# "plain": draft models whose layers are not compiled.
+# "plain": draft models whose layers are not compiled. "hybrid": its MTP head drafts, or one that
+# drafts blocks.
 PROPOSERS = (
     "draft_model",
     "plain",
@@ -59,6 +63,8 @@ PROPOSERS = (
     "mtp",
     "glm",
     "hybrid",
+    "hybrid dflash2",
+    "hybrid dspark",
 )
 EVERY = [(name, proposer) for name in PARAMS for proposer in PROPOSERS]
 CASES: list[Any] = [*SOME]
@@ -87,6 +93,12 @@ def test_the_joint_over_many_steps_is_the_targets(
         options = {"draft_vocab": 3, "scale": 0.2, "parallel": proposer == "peagle"}
         draft = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), **options)
         proposer = "draft_model"
+    if proposer.startswith("hybrid"):
+        types = ["linear_attention", "full_attention"]
+        options = {"num_hidden_layers": 2, "layer_types": types, "seed": 3, "scale": 0.15}
+        path = tmp_path / "target"
+        target = draft = save_tiny_hybrid(path, "qwen3_5_moe_text", vocab_size=VOCAB, **options)
+        proposer = proposer.removeprefix("hybrid").strip() or "draft_model"
     if proposer in ("dflash", "dflash2", "dspark"):
         # Of three tokens of the four: residuals have the others.
         chain = {"dspark": {"markov": "vanilla", "draft_vocab": 3}, "dflash2": {"selector": (4, 3)}}
@@ -97,10 +109,6 @@ def test_the_joint_over_many_steps_is_the_targets(
         kind, layers, scale = {"mtp": ("mimo", 2, 0.15), "glm": ("glm4_moe", 3, 0.2)}[proposer]
         options = {"vocab_size": VOCAB, "num_hidden_layers": layers}
         target = draft = save_tiny_mtp_model(tmp_path, kind, seed=3, scale=scale, **options)
-        proposer = "draft_model"
-    if proposer == "hybrid":
-        options = {"vocab_size": VOCAB, "seed": 3, "scale": 0.15}
-        target = draft = save_tiny_hybrid(tmp_path, "qwen3_5_moe_text", **options)
         proposer = "draft_model"
     engine = Engine(sampling_config(target, draft, proposer))
     truth = joint(target, PROMPT, params)
