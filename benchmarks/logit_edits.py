@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
-from outrider.engine.api import NewRequest, ProcessorChoice, SamplingParams
+from outrider.engine.api import NewRequest, ProcessorChoice, SamplingParams, ThinkingBudget
 from outrider.engine.logit_edits import LogitEdits, RequestRows
 from outrider.engine.request import Request
 from outrider.engine.state.slots import Slots
@@ -38,6 +38,9 @@ FEATURES: dict[str, dict[str, object]] = {
     "min_tokens": {"min_tokens": 1000, "stop_token_ids": (5, 6)},
     "allowed_token_ids, 1000": {"allowed_token_ids": tuple(range(50, 1050))},
     "bad_words, 100": {"bad_words": tuple((i, i + 1, i + 2) for i in range(100))},
+    "thinking_token_budget": {
+        "thinking": ThinkingBudget(num_tokens=100, open_token_id=0, close_token_id=7, begun=True)
+    },
     "a processor, in Python": {"logits_processors": (ProcessorChoice("no_repeat"),)},
 }
 FEATURES["everything"] = {name: value for of in FEATURES.values() for name, value in of.items()}

@@ -47,12 +47,27 @@ class ProcessorChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingBudget:
+    """How many tokens the thoughts of an answer may have, all together and without their markers.
+
+    One token opens a thought, and `num_opening` more may belong to its marker; one token closes it.
+    `begun`: the prompt ends within a thought, whose tokens count, too.
+    """
+
+    num_tokens: int
+    open_token_id: int
+    close_token_id: int
+    num_opening: int = 0
+    begun: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one sequence. A request with `n > 1` submits n sequences, n seeds.
 
     A `temperature` of 0, or below MIN_TEMPERATURE, is greedy. `top_k` 0, `top_p` 1 and `min_p` 0
     turn these filters off. `engine.logit_edits` documents what the fields from `presence_penalty`
-    to `logits_processors` do to the logits, and in which order. An empty `allowed_token_ids` allows
+    to `thinking` do to the logits, and in which order. An empty `allowed_token_ids` allows
     every token; each of `bad_words` is a sequence of token ids.
 
     `seed` is a 64-bit key (0 <= seed < 2**64): every random draw of the sequence is a function of
@@ -83,6 +98,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     logits_processors: tuple[ProcessorChoice, ...] = ()
+    thinking: ThinkingBudget | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None

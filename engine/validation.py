@@ -95,6 +95,12 @@ def _check_edits(params: SamplingParams, vocab_size: int, ends: frozenset[int]) 
         "bad_words", num_tokens, num_tokens <= most, f"at most {most} tokens in all words together"
     )
 
+    if (thinking := params.thinking) is not None:
+        _check("thinking", thinking.num_tokens, thinking.num_tokens >= 0, "at least 0 tokens")
+        _check_ids("thinking", (thinking.open_token_id, thinking.close_token_id), vocab_size)
+        opening = thinking.num_opening
+        _check("thinking", opening, 0 <= opening < 2**31, "a few opening tokens")
+
     banned = {word[0] for word in params.bad_words if len(word) == 1}
     if params.min_tokens > 0:
         banned |= ends

@@ -15,6 +15,7 @@ from .base import LogitEdit, RequestRows
 from .custom import CustomProcessors
 from .grammars import Grammars
 from .penalties import Penalties
+from .thinking import ThinkingLimit
 from .token_bias import TokenBias
 
 __all__ = ["LogitEdit", "LogitEdits", "RequestRows"]
@@ -32,6 +33,8 @@ class LogitEdits:
     4. logits_processors, the custom ones, run in the order of the request.
     5. repetition_penalty counts prompt and output; then frequency_penalty and presence_penalty
        count the output.
+    6. thinking bans all but the token that closes a thought, once its tokens are spent and unless
+       that token is banned.
 
     The drafts before a row belong to its prefix. Temperature, top-k, top-p and min-p come later, in
     verification. A banned token stays banned: no later edit makes -inf finite.
@@ -40,7 +43,15 @@ class LogitEdits:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         num_slots = len(slots.token_ids)
-        edits = (Grammars, AllowedTokens, BadWords, TokenBias, CustomProcessors, Penalties)
+        edits = (
+            Grammars,
+            AllowedTokens,
+            BadWords,
+            TokenBias,
+            CustomProcessors,
+            Penalties,
+            ThinkingLimit,
+        )
         self._chain: tuple[LogitEdit, ...] = tuple(edit(slots) for edit in edits)
         # [edits, num_slots] which edits each slot's last request asks for
         self._asked_np = np.zeros((len(self._chain), num_slots), dtype=bool)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.engine.api import ThinkingBudget
+
 from ..text.message_reader import MessageReader
 from .protocol import ChoiceFields
 
@@ -18,6 +20,7 @@ class Asked:
     prompt_logprobs: Sequence[int | None]
     salt: str  # as `Service.cache_salt` returns it
     grammar: str | None = None
+    thinking: Sequence[ThinkingBudget | None] = ()  # none, or one for each prompt
     predicted: Sequence[int] = ()  # tokens that the client expects
     readers: Sequence[MessageReader] = ()  # of what the text says: none, or one a sample
     shown_special_ids: frozenset[int] = frozenset()  # part of the text in every case

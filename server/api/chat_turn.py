@@ -20,6 +20,7 @@ from .asked import Asked
 from .chat_protocol import ChatCompletionRequest, ChatFields
 from .generation import Sample
 from .service import Service
+from .thinking import thinking_budget
 
 
 async def prepare_turn(
@@ -42,6 +43,8 @@ async def prepare_turn(
     )
     max_tokens = body.max_completion_tokens or body.max_tokens
     ids = service.truncate(body, ids, max_tokens)
+    begun = service.message_format.has_begun_reasoning(prompt, body.continued)
+    thinking = thinking_budget(service, body.thinking_token_budget, begun=begun)
     salt, num_bytes = service.cache_salt(body, request_key(http)), json_bytes(http)
     first = _thoughts_first(service, body, prompt, calls)
     grammar = await _grammar(service, body, calls, salt, num_bytes, first)
@@ -69,6 +72,7 @@ async def prepare_turn(
         prompt_logprobs=[body.prompt_logprobs],
         salt=salt,
         grammar=grammar or of_calls,
+        thinking=[thinking],
         predicted=await service.predicted(body),
         readers=readers,
         shown_special_ids=_shown_special_ids(service, readers),

@@ -23,6 +23,7 @@ from .protocol import (
     CompletionRequest,
 )
 from .service import Service
+from .thinking import ends_in_thought, thinking_budget
 
 
 async def create_completion(service: Service, body: CompletionRequest, http: Request) -> Answer:
@@ -52,6 +53,7 @@ async def prepare_completion(
         prompts = [service.truncate(body, prompt, body.max_tokens) for prompt in prompts]
     ranks_samples = body.num_samples > body.n
     salt = service.cache_salt(body, request_key(http))
+    budget = thinking_budget(service, body.thinking_token_budget)
     asked = Asked(
         fields=body,
         prompts=prompts,
@@ -63,6 +65,9 @@ async def prepare_completion(
         grammar=await service.grammars.grammar_of(
             body.response_format, body.structured_outputs, salt, json_bytes(http)
         ),
+        thinking=[
+            budget and replace(budget, begun=ends_in_thought(prompt, budget)) for prompt in prompts
+        ],
         predicted=await service.predicted(body),
     )
     return await service.samples(asked, json_bytes(http))

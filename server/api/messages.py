@@ -25,6 +25,7 @@ from .messages_protocol import (
     StopReason,
 )
 from .service import Service
+from .thinking import can_bound_thinking
 from .tools import object_of
 from .translation import renamed_fields
 
@@ -48,6 +49,9 @@ async def create_message(service: Service, body: MessagesRequest, http: Request)
     await service.check_fields(body, http)
     with renamed_fields(FIELDS):
         chat = await json_off_loop(json_bytes(http), body.as_chat)
+        if body.thinking.budget_tokens is not None and not can_bound_thinking(service):
+            # Clients cannot ask for thinking without it, whatever the model can do.
+            chat.thinking_token_budget = body.thinking_token_budget
         samples = await prepare_turn(service, chat, http)
     return _MessagesAnswer(service, chat, samples)
 

@@ -10,6 +10,7 @@ from ..base.content import TextOr, text_of, type_of
 from ..base.fields import (
     MAX_TOOLS,
     APIRequest,
+    Int,
     MaxTokens,
     StopString,
     UnknownField,
@@ -244,7 +245,7 @@ class Thinking(APIRequest):
     ignored_fields: ClassVar = frozenset({"display"})
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    budget_tokens: int | None = None
+    budget_tokens: Int | None = Field(default=None, ge=0)
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -330,7 +331,12 @@ class MessagesRequest(SamplingFields, ConversationFields):
     stop_sequences: Annotated[list[StopString], FailFast()] = Field(default_factory=list)
 
     def as_chat(self) -> ChatCompletionRequest:
-        own = {"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences}
+        own: dict[str, Any] = {
+            "max_completion_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+        }
+        if self.thinks and self.thinking.budget_tokens is not None:
+            own["thinking_token_budget"] = self.thinking.budget_tokens
         return chat_request(self.chat_fields() | own, of=self)
 
 

@@ -97,6 +97,7 @@ class SamplingFields(Body):
     min_tokens: Int = Field(default=0, ge=0)
     logits_processors: LogitsProcessors = Field(default_factory=list)
     structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: Int | None = Field(default=None, ge=0)
     seed: Int | None = None
     stop_token_ids: Annotated[list[Int], FailFast()] = Field(
         default_factory=list, max_length=MAX_STOP_TOKEN_IDS

@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
 
@@ -273,6 +273,8 @@ class Service:
             )
             for i in range(fields.num_samples)
         ]
+        if any(asked.thinking):
+            params = [replace(p, thinking=budget) for budget in asked.thinking for p in params]
         unique, named = uuid.uuid4().hex, fields.speculation.sources
         sources = None if named is None else tuple(ALSO_CALLED.get(name, name) for name in named)
         return [
@@ -281,7 +283,7 @@ class Service:
                 NewRequest(
                     request_id=f"{unique}-{index}",
                     prompt_token_ids=asked.prompts[index // fields.num_samples],
-                    params=params[index % fields.num_samples],
+                    params=params[index % len(params)],
                     priority=fields.priority,
                     cache_salt=asked.salt,
                     returns_drafts=fields.speculation.trace,

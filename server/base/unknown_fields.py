@@ -29,7 +29,6 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "prompt_embeds": (),
     "stop_regex": (),
     "structural_tag": (),
-    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),

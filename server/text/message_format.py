@@ -137,8 +137,15 @@ class MessageFormat:
         is_over = prompt[-_MAX_OPENING_CHARS:].rstrip().endswith(self._thoughts.close)
         if not begun and (is_over or continues):
             return None
-        known = are_tokens(self._thoughts.tokens)
-        return ThoughtsFirst(self._thoughts, begun=begun) if known else None
+        thoughts = self.thoughts_between_tokens(are_tokens)
+        return ThoughtsFirst(thoughts, begun=begun) if thoughts is not None else None
+
+    def thoughts_between_tokens(
+        self, are_tokens: Callable[[Collection[str]], bool]
+    ) -> Thoughts | None:
+        """The markers of thoughts; None: there are no thoughts, or others than between tokens."""
+        is_known = self.has_reasoning and self._template is None and not self._has_channels
+        return self._thoughts if is_known and are_tokens(self._thoughts.tokens) else None
 
     def parser(
         self,

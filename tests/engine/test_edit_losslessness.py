@@ -8,7 +8,7 @@ from engines import run, sampling_config
 from target_distribution import joint, sample
 from tiny_models import Quick
 
-from outrider.engine.api import ProcessorChoice, SamplingParams, Verification
+from outrider.engine.api import ProcessorChoice, SamplingParams, ThinkingBudget, Verification
 from outrider.engine.config import CacheConfig
 from outrider.engine.engine import Engine
 
@@ -27,6 +27,16 @@ EDITS = {
     # After 1 and 2 nothing is left but the ends.
     "min_tokens_alone": replace(
         PLAIN, min_tokens=3, stop_token_ids=(3, 0), bad_words=((1, 1), (1, 2), (2, 1), (2, 2))
+    ),
+    "thinking": replace(
+        PLAIN,
+        max_tokens=5,
+        thinking=ThinkingBudget(num_tokens=1, open_token_id=0, close_token_id=1),
+    ),
+    # The prompt has spent two of four tokens, and a thought may open again.
+    "thinking_begun": replace(
+        PLAIN,
+        thinking=ThinkingBudget(num_tokens=3, open_token_id=2, close_token_id=1, begun=True),
     ),
     "processor": replace(PLAIN, logits_processors=(ProcessorChoice("parity", {"bias": 1.5}),)),
 }
@@ -50,6 +60,10 @@ SOME = [("all", rule, "draft_model") for rule in RULES] + [
     ("min_tokens", "token", "draft_model"),
     ("min_tokens_alone", "block", "draft_model"),
     ("min_tokens_alone", "token", "suffix"),
+    ("thinking", "block", "draft_model"),
+    ("thinking", "token", "suffix"),
+    ("thinking_begun", "token", "draft_model"),
+    ("thinking_begun", "match", "suffix"),
     ("frequency", "block", "suffix"),
     ("all", "token", "suffix"),
 ]

@@ -29,6 +29,7 @@ from outrider.engine.api import (
     NewRequest,
     ProcessorChoice,
     SamplingParams,
+    ThinkingBudget,
     Verification,
 )
 from outrider.engine.engine import Engine
@@ -58,6 +59,10 @@ ALONE: dict[str, dict[str, Any]] = {
     "min_tokens": {"min_tokens": 2, "stop_token_ids": (1,)},
     "ignore_eos": {"ignore_eos": True},
     "logits_processors": {"logits_processors": (ProcessorChoice("parity", {"bias": 1.5}),)},
+    # The prompt is 2, 0, 3: its thought has two tokens.
+    "thinking": {
+        "thinking": ThinkingBudget(num_tokens=3, open_token_id=2, close_token_id=1, begun=True)
+    },
     "grammar": {"grammar": "start: /(ab|ac|b)*/"},
     "logprobs": {"logprobs": 2},
     "logprob_token_ids": {"logprobs": 0, "logprob_token_ids": (3, 0)},
@@ -250,6 +255,14 @@ def parameter_sets(draw: st.DrawFn) -> SamplingParams:
         "stop_token_ids": st.lists(ids, max_size=2).map(tuple),
         "ignore_eos": st.booleans(),
         "logits_processors": st.just(ALONE["logits_processors"]["logits_processors"]),
+        "thinking": st.builds(
+            ThinkingBudget,
+            num_tokens=st.integers(0, 4),
+            open_token_id=ids.filter(lambda token: token in PROMPT),
+            close_token_id=ids,
+            num_opening=st.integers(0, 2),
+            begun=st.booleans(),
+        ),
         "grammar": st.just(ALONE["grammar"]["grammar"]),
         "logprobs": st.integers(0, VOCAB),
         "prompt_logprobs": st.integers(0, VOCAB),

@@ -10,7 +10,7 @@ from engines import GREEDY, engine_config, prompts, run, tokens
 from target_distribution import greedy, next_logits
 from tiny_models import VOCAB
 
-from outrider.engine.api import InvalidRequestError, NewRequest, SamplingParams
+from outrider.engine.api import InvalidRequestError, NewRequest, SamplingParams, ThinkingBudget
 from outrider.engine.engine import Engine
 from outrider.engine.logit_edits import LogitEdits, RequestRows
 from outrider.engine.request import Request
@@ -35,6 +35,12 @@ def edits(target: Path) -> dict[str, SamplingParams]:
         "min_tokens": replace(
             GREEDY, min_tokens=7, stop_token_ids=(plain[0][2], plain[1][1], plain[2][6])
         ),
+        "thinking": replace(
+            GREEDY,
+            thinking=ThinkingBudget(
+                num_tokens=3, open_token_id=plain[0][1], close_token_id=11, num_opening=1
+            ),
+        ),
     }
     each["all"] = replace(
         GREEDY,
@@ -46,6 +52,7 @@ def edits(target: Path) -> dict[str, SamplingParams]:
         bad_words=each["bad_words"].bad_words,
         min_tokens=7,
         stop_token_ids=each["min_tokens"].stop_token_ids,
+        thinking=replace(each["thinking"].thinking, open_token_id=5),
     )
     return each
 
@@ -146,6 +153,18 @@ def test_min_tokens_holds_eos_back_even_where_it_is_ignored(target: Path, draft:
         ("bad_words", {"bad_words": ((1,),) * 300}),
         ("bad_words", {"bad_words": ((1,) * 3000,)}),
         ("stop_token_ids", {"stop_token_ids": (-1,)}),
+        (
+            "thinking",
+            {"thinking": ThinkingBudget(num_tokens=-1, open_token_id=1, close_token_id=2)},
+        ),
+        (
+            "thinking",
+            {"thinking": ThinkingBudget(num_tokens=1, open_token_id=1, close_token_id=VOCAB)},
+        ),
+        (
+            "thinking",
+            {"thinking": ThinkingBudget(num_tokens=1, open_token_id=-1, close_token_id=2)},
+        ),
         ("allowed_token_ids", {"allowed_token_ids": (3, 4), "bad_words": ((3,), (4,))}),
         ("allowed_token_ids", {"allowed_token_ids": (0,), "min_tokens": 1}),
         ("bad_words", {"bad_words": tuple((i,) for i in range(1, VOCAB)), "min_tokens": 1}),

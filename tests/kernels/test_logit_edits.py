@@ -13,6 +13,7 @@ from outrider.kernels.edits.bad_words import BadWordsState, apply_bad_words
 from outrider.kernels.edits.bitmask import apply_bitmask
 from outrider.kernels.edits.edit_rows import EditRows
 from outrider.kernels.edits.penalties import PenaltyState, apply_penalties
+from outrider.kernels.edits.thinking import ThinkingState, end_thoughts
 from outrider.kernels.edits.token_bias import BiasState, apply_token_bias
 from outrider.kernels.edits.token_mask import num_words, token_mask
 
@@ -251,3 +252,61 @@ def test_a_bitmask_keeps_what_it_names(
     with on_road(road):
         apply_bitmask(found, case.rows._replace(slot=of), bitmask.to(DEVICE), vocab)
     assert torch.equal(found, truth)
+
+
+OPEN, CLOSE = 3, 4
+
+
+def thinking_case(width: int, dtype: torch.dtype) -> tuple[Case, list[list[int]]]:
+    """Rows 6 and 0 are a draft apart, and row 3 is of another sequence; row 4 is of the dummy."""
+    case = make_case(5, width, dtype)
+    prefixes = [
+        [0] * 9,
+        [0, 1, OPEN, 2, 2, 0, 1],  # 3 tokens of thinking, and 4 behind the draft
+        [OPEN, 0, 1, CLOSE, 0, 0, OPEN, 1, OPEN],  # 2 in one thought, 2 more in the next
+        [0] * 9,
+    ]
+    for slot, tokens in enumerate(prefixes):
+        case.token_ids[slot, : len(tokens)] = table(*tokens).int()
+    return case, prefixes
+
+
+@pytest.mark.parametrize("num_counted", [0, 2, KNOWN])
+@pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], DRAWING_ROADS))
+def test_a_thought_ends_once_its_tokens_are_spent(
+    num_counted: int, shape: tuple[int, int], dtype: torch.dtype, road: str
+) -> None:
+    vocab, width = shape
+    case, prefixes = thinking_case(width, dtype)
+    for num_tokens in range(6):
+        for num_opening in (0, 1):
+            states = [
+                ThinkingState(OPEN, CLOSE, num_opening, 0, 0, num_tokens).after(each[:num_counted])
+                for each in prefixes
+            ]
+            truth = case.logits.clone()
+            # By row: the tokens of all its thoughts, and how many thoughts it has begun.
+            for row, spent, begun in ((6, 3, 1), (0, 4, 1), (3, 4, 2)):
+                if spent - begun * num_opening >= num_tokens:
+                    truth[row, : min(vocab, width)] = -torch.inf
+                    truth[row, CLOSE] = case.logits[row, CLOSE]
+            found, thoughts = case.logits.clone(), torch.tensor(states, device=DEVICE)
+            with on_road(road):
+                end_thoughts(found, case.rows, thoughts, case.token_ids, vocab)
+            assert torch.equal(found, truth)
+
+
+def test_nothing_ends_where_no_thought_is_open_or_its_end_is_banned(road: str) -> None:
+    case, prefixes = thinking_case(40, torch.float32)
+    ended = [[*tokens[:5], CLOSE] for tokens in prefixes]
+    states = [ThinkingState(OPEN, CLOSE, 0, len(each), 0, 9).after(each) for each in ended]
+    states[1] = ThinkingState(0, CLOSE, 0, KNOWN + 1, 0, 0)  # nothing opened
+    states[2] = ThinkingState(OPEN, CLOSE, 0, 9, 1, -1)
+    for hidden in (-torch.inf, torch.nan):
+        logits = case.logits.clone()
+        logits[:, CLOSE] = hidden
+        found = logits.clone()
+        with on_road(road):
+            thoughts = torch.tensor(states, device=DEVICE)
+            end_thoughts(found, case.rows, thoughts, case.token_ids, 40)
+        assert torch.equal(found.nan_to_num(7.0), logits.nan_to_num(7.0))

@@ -157,7 +157,7 @@ def test_object_of_this_server_alone_takes_no_unknown_field(serve: Serve) -> Non
     assert "did you mean enabled?" in reply.error["message"]
 
 
-@pytest.mark.parametrize("name", ["vllm_xargs", "kv_transfer_params", "thinking_token_budget"])
+@pytest.mark.parametrize("name", ["vllm_xargs", "kv_transfer_params"])
 def test_parameter_of_others_that_would_change_the_answer_is_refused(
     serve: Serve, name: str
 ) -> None:

@@ -22,7 +22,7 @@ from tiny_models import VOCAB, save_tiny_model
 
 from outrider.engine import engine as loop
 from outrider.engine import worker
-from outrider.engine.api import SamplingParams, ignore_progress
+from outrider.engine.api import SamplingParams, ThinkingBudget, ignore_progress
 from outrider.engine.engine import Engine
 from outrider.engine.models import batch_invariance, loading, proof
 from outrider.engine.models.decoder import Decoder
@@ -39,6 +39,10 @@ ASKED = [
     replace(SAMPLED, verification="match", min_p=0.1, min_tokens=3),
     replace(SAMPLED, repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={3: 2.0}),
     replace(SAMPLED, bad_words=((4, 5), (6,)), allowed_token_ids=tuple(range(30))),
+    replace(
+        SAMPLED,
+        thinking=ThinkingBudget(num_tokens=2, open_token_id=0, close_token_id=9, begun=True),
+    ),
 ]
 
 
@@ -70,7 +74,7 @@ def check(engine: Engine, target: Path) -> None:
         assert is_greedy(target, prompt, tokens(answer)), f"another answer to {prompt}"
     if engine.sequences.adaptive is not None:
         assert engine.stats().drafted_per_position[0] > 0, "no draft was chosen"
-    run(engine, prompts([5, 9, 1, 8, 6, 7], VOCAB), ASKED)
+    run(engine, prompts([5, 9, 1, 8, 6, 7, 4], VOCAB), ASKED)
     assert not VARIANTS.late, "\n".join(["compiled late:", *sorted(VARIANTS.late)])
 
 

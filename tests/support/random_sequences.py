@@ -10,7 +10,7 @@ from typing import Any
 from grammars import stands_for
 from tiny_models import VOCAB
 
-from outrider.engine.api import NewRequest, ProcessorChoice, SamplingParams
+from outrider.engine.api import NewRequest, ProcessorChoice, SamplingParams, ThinkingBudget
 from outrider.engine.config import EngineConfig
 
 MAX_MODEL_LEN = 100
@@ -43,6 +43,13 @@ def random_params(rng: random.Random) -> SamplingParams:
         "ignore_eos": lambda: True,
         "logits_processors": lambda: pick(
             [(ProcessorChoice("parity", {}),), (ProcessorChoice("nobody", {}),)]
+        ),
+        "thinking": lambda: ThinkingBudget(
+            num_tokens=pick([0, 1, 4, 20, 2**63 - 1, -1]),
+            open_token_id=rng.randrange(2),  # prompts are of these
+            close_token_id=pick([2, VOCAB - 1, rng.randrange(VOCAB), VOCAB]),
+            num_opening=pick([0, 1, -1]),
+            begun=rng.random() < 0.7,
         ),
         "logprobs": lambda: pick([0, 1, 20, 129, -1]),
         "prompt_logprobs": lambda: pick([0, 1, 20, 129, -1]),

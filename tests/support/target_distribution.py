@@ -13,7 +13,7 @@ from logits_processors import FavourParity
 from tiny_models import DEVICE
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from outrider.engine.api import SamplingParams
+from outrider.engine.api import SamplingParams, ThinkingBudget
 from outrider.engine.engine import Engine
 
 Sequence = tuple[int, ...]
@@ -46,7 +46,26 @@ def edited(
         logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
     for token, count in Counter(output).items():
         logits[token] -= params.frequency_penalty * count + params.presence_penalty
+    if params.thinking is not None and is_spent(params.thinking, prompt, output):
+        close = params.thinking.close_token_id
+        if logits[close] > -torch.inf:
+            logits[torch.arange(vocab) != close] = -torch.inf
     return logits
+
+
+def is_spent(budget: ThinkingBudget, prompt: list[int], output: list[int]) -> bool:
+    """Whether the text ends within a thought, and thoughts may have no more tokens."""
+    text, num_thought, thinks = output, 0, False
+    if budget.begun:
+        opened = max(i for i, token in enumerate(prompt) if token == budget.open_token_id)
+        text = prompt[opened:] + output
+    for token in text:
+        if thinks:
+            thinks = token != budget.close_token_id
+            num_thought += thinks
+        elif token == budget.open_token_id:
+            thinks, num_thought = True, num_thought - budget.num_opening
+    return thinks and num_thought >= budget.num_tokens
 
 
 def filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
