@@ -16,6 +16,7 @@ _MTP_FILE = "mtp.safetensors"
 _PART = re.compile(r"model-\d+-of-(\d{1,6})\.safetensors")
 # What names begin with, and with what those of a model of text.
 _TEXT_PARTS = {"model.language_model.": "model.", "model.mtp.": "mtp."}
+OF_IMAGES = "model.visual."  # what names of the parts for images begin with: they are not loaded
 _LENGTH_BYTES = 8  # of the number at a file's start, which says how long its header is
 _CHUNK_BYTES = 1 << 24
 

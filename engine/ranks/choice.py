@@ -14,7 +14,7 @@ from ..models.architectures import load_config
 from ..models.gguf_file import FILE_NAME, GgufFile, holds_gguf
 from ..models.heads.config import is_head
 from ..models.unread import layer_of
-from ..models.weight_files import name_in_text, stored_tensors
+from ..models.weight_files import OF_IMAGES, name_in_text, stored_tensors
 from .fit import Weights, fewest_gpus, room_for_weights
 
 _PLAIN = {"BF16", "F16", "F32"}  # numbers in files that are loaded in the model's dtype
@@ -117,6 +117,8 @@ def _tensors(model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, int]
         yield "", sum(file.stat().st_size for file in folder.glob("*.bin"))
         return
     for stored_name, stored in stored_tensors(folder).items():
+        if stored_name.startswith(OF_IMAGES):
+            continue
         name, num_bytes = name_in_text(stored_name), stored.end - stored.start
         if stored.dtype in _PLAIN:
             is_matrix = len(stored.shape) > 1 and layer_of(name) >= 0

@@ -1,6 +1,7 @@
 """How many GPUs share a target, if nobody says: on machines that are made up."""
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 from engines import engine_config
 from heads import save_tiny_head
 from mtp import save_tiny_hybrid, save_tiny_mtp_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import Tiny, change_tensor
 
 from outrider.engine.config import ConfigError, EngineConfig, ModelConfig
@@ -203,6 +204,14 @@ def test_quantised_numbers_count_as_they_are(tiny_model: Tiny, tmp_path: Path) -
     for dtype in (torch.float8_e4m3fn, torch.uint8):
         change_tensor(tmp_path, "model.layers.0.mlp.up_proj.weight", lambda t, d=dtype: t.to(d))
         assert before - pair_weights(on_gpu(tmp_path)).in_all == 32 * 64
+
+
+def test_parts_for_images_do_not_count(tiny_model: Tiny, tmp_path: Path) -> None:
+    path = shutil.copytree(tiny_model(), tmp_path / "with_images")
+    of_text, tensors = pair_weights(on_gpu(path)), load_file(path / "model.safetensors")
+    tensors["model.visual.blocks.0.mlp.fc1.weight"] = torch.ones(32, 32)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert pair_weights(on_gpu(path)) == of_text
 
 
 def test_a_draft_that_takes_a_second_gpu_is_named(
