@@ -11,6 +11,7 @@ import torch
 from ..config import ConfigError, EngineConfig, ModelConfig
 from ..models.admission import resolve_dtype
 from ..models.architectures import load_config
+from ..models.formats import take_format
 from ..models.gguf_file import FILE_NAME, GgufFile, holds_gguf
 from ..models.heads.config import is_head
 from ..models.unread import layer_of
@@ -129,11 +130,12 @@ def _tensors(model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, int]
 
 def _changes_that_fit(config: EngineConfig, room_bytes: float, numbers: Sequence[int]) -> list[str]:
     """The settings with which the pair fits on one of these numbers of GPUs."""
-    rounded = replace(config, target=replace(config.target, quantization="fp8"))
-    changes = {
-        "no draft (--no-draft)": replace(config, draft=None),
-        'target.quantization = "fp8"': rounded,
-    }
+    target = config.target
+    changes = {"no draft (--no-draft)": replace(config, draft=None)}
+    own = load_config(target.path, trust_remote_code=target.trust_remote_code)
+    if take_format(own, Path(target.path)) is None:
+        rounded = replace(config, target=replace(target, quantization="fp8"))
+        changes['target.quantization = "fp8"'] = rounded
     return [
         text
         for text, changed in changes.items()

@@ -13,6 +13,7 @@ import torch
 from engines import engine_config
 from heads import save_tiny_head
 from mtp import save_tiny_hybrid, save_tiny_mtp_model
+from quantised import quantise
 from safetensors.torch import load_file, save_file
 from tiny_models import Tiny, change_tensor
 
@@ -212,6 +213,19 @@ def test_parts_for_images_do_not_count(tiny_model: Tiny, tmp_path: Path) -> None
     tensors["model.visual.blocks.0.mlp.fc1.weight"] = torch.ones(32, 32)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     assert pair_weights(on_gpu(path)) == of_text
+
+
+def test_rounding_is_not_advised_for_what_is_quantised(
+    tiny_model: Tiny, tmp_path: Path, machine: Machine
+) -> None:
+    """It would be refused, though its attention is still plain."""
+    path = quantise(
+        tiny_model(num_hidden_layers=8), tmp_path, "fp8 of tensors", leave=("self_attn",)
+    )
+    plain = on_gpu(path)
+    machine(gpu_for(replace(plain, target=replace(plain.target, quantization="fp8")), 1))
+    with pytest.raises(ConfigError, match="Take 2 such GPUs, a checkpoint in fewer bits"):
+        choose_ranks(plain)
 
 
 def test_a_draft_that_takes_a_second_gpu_is_named(
