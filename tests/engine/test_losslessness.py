@@ -95,7 +95,8 @@ def test_the_joint_over_many_steps_is_the_targets(
         proposer = "draft_model"
     if proposer.startswith("hybrid"):
         types = ["linear_attention", "full_attention"]
-        options = {"num_hidden_layers": 2, "layer_types": types, "seed": 3, "scale": 0.15}
+        # With smaller weights the joint hardly depends on the state.
+        options = {"num_hidden_layers": 2, "layer_types": types, "seed": 3, "scale": 0.4}
         path = tmp_path / "target"
         target = draft = save_tiny_hybrid(path, "qwen3_5_moe_text", vocab_size=VOCAB, **options)
         proposer = proposer.removeprefix("hybrid").strip() or "draft_model"
