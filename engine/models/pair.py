@@ -118,6 +118,8 @@ class ModelPair:
             except Exception as error:
                 config = _without_draft(draft, config, error)
                 self.target.tap(())  # by a head that failed once it was loaded
+        if self.head is not None:
+            _check_num_drafts(self.head, config)
         self.config = config
         roles = {"target": self.target, "draft": self.draft, "head": self.head}
         layers_of: dict[str, PagedLayers] = {
@@ -148,9 +150,7 @@ class ModelPair:
             self.draft = _load_draft_model(draft, self.target, report)
             return
         report_head = partial(report, "loading the draft")
-        head = load_head(draft, self.target, config.target.path, report_head)
-        _check_num_drafts(head, config)
-        self.head = head
+        self.head = load_head(draft, self.target, config.target.path, report_head)
 
     def longest_sequence(self, num_pages: int, config: EngineConfig) -> int:
         """Tokens of the longest sequence that fits into the pages when it runs alone."""
@@ -187,8 +187,13 @@ class ModelPair:
 def _without_draft(draft: ModelConfig, config: EngineConfig, error: Exception) -> EngineConfig:
     """Raises the error if the draft is not optional, with what would draft in its place."""
     if draft.is_optional:
-        log.warning("%s, so there is no draft model: %s", error, draft.instead)
-        log.debug("the draft cannot be loaded", exc_info=error)
+        is_foreseen = isinstance(error, ValueError | OSError | torch.OutOfMemoryError)
+        log.warning(
+            "%s, so there is no draft model: %s",
+            error,
+            draft.instead,
+            exc_info=None if is_foreseen else error,
+        )
         return config.without_draft()
     if isinstance(error, ConfigError) and draft.instead:
         raise ConfigError(f"{error}. {draft.instead}") from error

@@ -34,9 +34,9 @@ check_reached(
 
 SWEEP_TICKS = 5  # ticks of uvicorn's loop, 0.1 s each
 # Until Python looks for garbage. By default after 700, which took half of the time of large bodies
-# of small objects; requests leave no garbage that only such a search would find. Each that is
-# answered holds some 200 new ones.
-NEW_OBJECTS = 50_000
+# of small objects. Hardly a request leaves garbage that only such a search would find: a chat that
+# its template refuses does, with all that was sent.
+NEW_OBJECTS = 10_000
 # Until a thread that waits for Python's lock gets it. By default 5 ms, for each of the few turns of
 # a text that a thread tokenizes while the event loop is busy.
 LOCK_S = 0.001

@@ -3,7 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -13,11 +13,12 @@ from heads import save_tiny_head, tensors_of
 from safetensors.torch import save_file
 from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor
 
-from outrider.engine.config import ModelConfig
+from outrider.engine.config import ConfigError, ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.gpu_memory import OutOfDeviceMemoryError
 from outrider.engine.models.families.base import window_of
 from outrider.engine.models.heads import loading
+from outrider.engine.models.heads.block_head import BlockHead
 from outrider.engine.models.heads.config import HeadConfig, HeadError, head_kind
 from outrider.engine.models.heads.loading import load_head
 from outrider.engine.models.loading import load_network
@@ -210,14 +211,30 @@ def test_each_format_counts_the_rows_of_a_block_in_its_own_way(
 
 
 def test_the_target_hands_out_nothing_for_a_head_that_is_left_out(
-    target: Path, tmp_path: Path
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was loaded already: only then is it known how many tokens it drafts."""
-    config = engine_config(target, save_tiny_block_head(tmp_path / "head", target), k=9)
+    """It fails where the target knows it already."""
+
+    def fail(*_args: object) -> NoReturn:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(BlockHead, "change_linears", fail)
+    config = engine_config(target, save_tiny_block_head(tmp_path / "head", target))
     assert config.draft is not None
     engine = Engine(replace(config, draft=replace(config.draft, is_optional=True)))
     assert engine.worker.pair.head is None
     assert engine.worker.pair.target.tapped_layers == ()
+
+
+@pytest.mark.parametrize("is_optional", [False, True])
+def test_a_k_beyond_the_head_is_refused_whoever_chose_the_head(
+    is_optional: bool, target: Path, tmp_path: Path
+) -> None:
+    config = engine_config(target, save_tiny_block_head(tmp_path / "head", target), k=9)
+    assert config.draft is not None
+    config = replace(config, draft=replace(config.draft, is_optional=is_optional))
+    with pytest.raises(ConfigError, match=r"is 9, but the dflash head .* at most; lower it"):
+        Engine(config)
 
 
 def test_a_head_for_a_wider_target_is_refused(
