@@ -23,7 +23,7 @@ from ..progress import ReportCounts
 from .admission import UnsupportedModelError
 from .narrow_weight import Narrow, Scaled, Stacked, check_fp8
 from .opened_files import open_files
-from .shares import WHOLE, Cut, Outputs, Share, num_outputs, sections_of
+from .shares import WHOLE, Cut, Outputs, Share, num_outputs, sections_of, why_cut
 from .weight_files import name_in_text
 from .weights import Axis, Dense, Linear, Matrix, RoundedInputs
 
@@ -351,22 +351,18 @@ class Checkpoint(AnyCheckpoint):
             matrix = self._read(self, layer) if self._read else None
         except UnsupportedModelError:
             raise
-        except ValueError as reason:
-            raise ValueError(f"{layer}: {reason}") from None
+        except ValueError as error:
+            raise ValueError(f"{layer}: {error}") from None
         if matrix is None:
             return None
         if is_of_expert:  # as the whole layer has it, so that it is alike in any share
             matrix = for_expert(matrix)
-        try:
-            return self.share.of_narrow(matrix, cut)
-        except ValueError as reason:
-            # An order goes across all groups.
-            num_groups = 1 if matrix.order is not None else matrix.num_in // matrix.group
-            works = [str(n) for n in range(1, num_groups + 1) if num_groups % n == 0]
-            raise SharedScaleError(
-                f"{layer} cannot be shared by {self.share.size}: {reason}; it can be by "
-                f"{', '.join(works)} (tensor_parallel)"
-            ) from None
+        if cut.axis == "inputs":
+            has_order, size = matrix.order is not None, self.share.size
+            reason = why_cut(layer, size, matrix.num_in, matrix.group, has_order=has_order)
+            if reason is not None:
+                raise SharedScaleError(reason)
+        return self.share.of_narrow(matrix, cut)
 
     def _narrow(self, matrix: NarrowMatrix) -> Matrix:
         if self.keeps_narrow:

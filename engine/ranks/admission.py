@@ -14,6 +14,7 @@ from ..models.formats import take_format
 from ..models.gguf_file import holds_gguf
 from ..models.heads.config import is_head
 from .fit import are_equal
+from .scales import why_scales_cut
 
 
 def check_ranks(config: EngineConfig, device: torch.device) -> None:
@@ -110,13 +111,14 @@ def why_not_shared(
     if not (Path(model.path) / "config.json").is_file():
         return None  # whoever reads it says so
     config = load_config(model.path, trust_remote_code=model.trust_remote_code)
-    take_format(config, Path(model.path))  # the configuration is then that of the plain model
+    # The configuration is then that of the plain model.
+    quantised = take_format(config, Path(model.path))
     if reason := why_unknown(config):
         return f"the {role} runs as transformers has it ({reason}){instead}"
     family = FAMILIES[config.model_type]
     cut = family.cut_by(config, num_ranks)
     if not cut:
-        return None
+        return None if quantised is None else why_scales_cut(model.path, num_ranks, config, family)
     if role == "target":
         numbers = range(1, config.num_attention_heads + 1)
         choices = [str(n) for n in numbers if not family.cut_by(config, n)]

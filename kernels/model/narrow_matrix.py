@@ -267,12 +267,11 @@ def columns_of(matrix: NarrowMatrix, first: int, count: int) -> NarrowMatrix:
     Raises ValueError if the range cuts a group of inputs that share a scale, or if the inputs have
     an order.
     """
-    if matrix.order is not None:
-        raise ValueError("its inputs have an order of their own (act-order, desc_act)")
     group, scale, zero = matrix.group, _plain_scale(matrix), matrix.zero
+    has_order = matrix.order is not None
+    if reason := why_not_columns(matrix.num_in, group, first, count, has_order=has_order):
+        raise ValueError(reason)
     if group < matrix.num_in:
-        if first % group or count % group:
-            raise ValueError(f"{group} inputs share a scale, which {count} inputs would cut")
         groups = slice(first // group, (first + count) // group)
         scale, zero = scale[groups], zero if zero is None else zero[groups].contiguous()
     return narrow_matrix(
@@ -285,6 +284,17 @@ def columns_of(matrix: NarrowMatrix, first: int, count: int) -> NarrowMatrix:
         rounds_inputs=matrix.rounds_inputs,
         factor=matrix.factor,
     )
+
+
+def why_not_columns(
+    num_in: int, group: int, first: int, count: int, *, has_order: bool
+) -> str | None:
+    """Why a range of inputs cannot be taken out of a matrix; None: it can."""
+    if has_order:
+        return "its inputs have an order of their own (act-order, desc_act)"
+    if group < num_in and (first % group or count % group):
+        return f"{group} inputs share a scale, which {count} inputs would cut"
+    return None
 
 
 def round_to_fp8(weight: Tensor, *, rounds_inputs: bool = False) -> NarrowMatrix:

@@ -19,6 +19,7 @@ from tiny_models import Tiny, change_tensor
 
 from outrider.engine.config import ConfigError, EngineConfig, ModelConfig
 from outrider.engine.ranks import choice, fit
+from outrider.engine.ranks.admission import why_not_shared
 from outrider.engine.ranks.choice import choose_ranks, pair_weights
 
 Machine = Callable[..., None]
@@ -156,6 +157,21 @@ def test_what_cannot_be_shared_is_on_one_gpu_or_refused(tiny_model: Tiny, machin
     assert chosen(config) == 1
     machine(*[gpu_for(config, 2)] * 2)
     with pytest.raises(ConfigError, match=r"share it: the target runs as transformers .*\)\. Take"):
+        choose_ranks(config)
+
+
+def test_a_number_that_would_cut_scales_is_not_chosen(
+    tiny_model: Tiny, tmp_path: Path, machine: Machine
+) -> None:
+    """Four ranks would divide its heads and widths, too."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
+    torch.manual_seed(0)
+    config = on_gpu(quantise(tiny_model(**sizes), tmp_path, "fp8 of blocks"))
+    assert why_not_shared(4, config.target) is not None
+    machine(*[gpu_for(config, 2)] * 4)
+    assert chosen(config) == 2
+    machine(*[gpu_for(config, 4)] * 4)
+    with pytest.raises(ConfigError, match="with room for"):
         choose_ranks(config)
 
 

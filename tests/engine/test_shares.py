@@ -2,16 +2,21 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from quantised import quantise, quantise_experts
+from quantised import FORMATS, quantise, quantise_experts, quantise_stacked
 from rank_group import JoinedRanks, load, rank_group, whole
-from tiny_models import Tiny
+from tiny_models import Tiny, change_tensor
 
+from outrider.engine.config import ModelConfig
 from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models.checkpoint import Checkpoint
 from outrider.engine.models.families import FAMILIES
 from outrider.engine.models.shares import Share
+from outrider.engine.ranks import scales
+from outrider.engine.ranks.admission import why_not_shared
 
 LIKE_OTHERS = {"cwm": "qwen2", "ministral": "qwen2"}  # the same code reads them
 # A Granite hybrid has one group of heads, as published ones have, which ranks cannot share.
@@ -19,6 +24,7 @@ SHARED = sorted(FAMILIES.keys() - {*LIKE_OTHERS, "gpt_oss", "granitemoehybrid"})
 # These have layers stored as one, norms over all heads, experts, one that all rows share, and delta
 # nets.
 SOME = {"olmo2", "phi3", "qwen3_next"}
+SOME_FORMATS = {"awq", "ct 4 bits", "fp8 of blocks", "fp8 of tensors", "gptq", "gptq, act-order"}
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +122,66 @@ def test_scales_that_ranks_would_cut_are_refused(
     path = quantise(tiny_model("qwen3", scale=0.1, **sizes), tmp_path, name)
     with pytest.raises(UnsupportedModelError, match=rf"_proj cannot be shared by 2: {reason}"):
         load(str(path), Share(0, 2))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in SOME_FORMATS else pytest.mark.deep)
+        for name in FORMATS
+    ],
+)
+@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("mixtral", marks=pytest.mark.deep)])
+def test_they_are_known_by_the_headers_of_files(
+    architecture: str, name: str, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    """Before weights are read, in the same words."""
+    sizes = WIDE | {"intermediate_size": 192}
+    check_headers(quantise(tiny_model(architecture, scale=0.1, **sizes), tmp_path, name))
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8 of blocks", pytest.param("fp8 of tensors", marks=pytest.mark.deep)]
+)
+def test_those_of_stacked_experts_are_too(name: str, tiny_model: Tiny, tmp_path: Path) -> None:
+    sizes = WIDE | {"moe_intermediate_size": 192}
+    check_headers(quantise_stacked(tiny_model("qwen3_moe", scale=0.1, **sizes), tmp_path, name))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 0)])
+def test_files_that_are_not_as_expected_are_left_to_the_loader(
+    shape: tuple[int, ...], tiny_model: Tiny, tmp_path: Path
+) -> None:
+    path = quantise(tiny_model("qwen3", **WIDE), tmp_path, "awq")
+    change_tensor(path, "model.layers.0.self_attn.o_proj.qzeros", torch.zeros(shape))
+    assert why_not_shared(2, ModelConfig(path=str(path))) is None
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=() if name in SOME else pytest.mark.deep) for name in SHARED],
+)
+def test_the_layers_whose_inputs_ranks_share_are_known_by_name(
+    architecture: str, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, found = Checkpoint.weight, {True: set[str](), False: set[str]()}
+
+    def noted(tensors: Any, num_inputs: int, sizes: Any, axis: Any = None, **options: Any) -> Any:
+        found[axis == "inputs"] |= {name for name in sizes if name.startswith("model.layers.")}
+        return weight(tensors, num_inputs, sizes, axis, **options)
+
+    monkeypatch.setattr(Checkpoint, "weight", noted)
+    load(str(tiny_model(architecture)))
+    for is_shared, names in found.items():
+        assert {bool(scales.SHARED.fullmatch(name)) for name in names} == {is_shared}
+
+
+def check_headers(path: Path) -> None:
+    """What is said before weights are read is what loading would say."""
+    for size in (2, 4):
+        late = None
+        try:
+            load(str(path), Share(0, size))
+        except UnsupportedModelError as refused:
+            late = str(refused).partition(" cannot be served: ")[2]
+        assert why_not_shared(size, ModelConfig(path=str(path))) == late
