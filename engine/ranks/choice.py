@@ -33,8 +33,8 @@ def choose_ranks(config: EngineConfig) -> EngineConfig:
     """
     try:
         weights = pair_weights(config)
-    except Exception:  # whoever loads these files says what is wrong
-        log.debug("the weights cannot be counted", exc_info=True)
+    except Exception as error:  # whoever loads these files says more
+        log.warning("the weights cannot be counted, so one GPU is taken: %s", error)
         return config
     target, device = config.target, torch.device(config.device)
     total_bytes = torch.cuda.get_device_properties(device.index or 0).total_memory
