@@ -45,7 +45,7 @@ def why_not_on(
     nothing does. `alone`: what to do instead, if it cannot be shared at all.
     """
     reason = why_not_shared(num_ranks, target, alone=alone)
-    return reason or _why_not_these_gpus(num_ranks, device)
+    return reason or why_not_these_gpus(num_ranks, device)
 
 
 def _why_not_with(num_ranks: int, draft: ModelConfig) -> str | None:
@@ -59,7 +59,8 @@ def _why_not_with(num_ranks: int, draft: ModelConfig) -> str | None:
     return why_not_shared(num_ranks, draft, "draft", alone="leave it out")
 
 
-def _why_not_these_gpus(size: int, device: torch.device) -> str | None:
+def why_not_these_gpus(size: int, device: torch.device) -> str | None:
+    """What keeps the first so many GPUs, or processes on a CPU, from sharing any target."""
     if sys.platform != "linux":
         return "only Linux has what the processes meet over: leave it out"
     if device.type != "cuda":

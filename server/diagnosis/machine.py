@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from outrider.engine.host_memory import available_bytes
 from outrider.engine.models.admission import resolve_dtype
-from outrider.engine.ranks.fit import are_equal, fewest_gpus, room_for_weights
+from outrider.engine.ranks.fit import fewest_gpus, room_for_weights
 from outrider.kernels.cpu import layers
 
 from ..models import builtin, store
@@ -211,9 +211,13 @@ def pair(
     if torch.cuda.is_available():
         total_bytes, where = torch.cuda.mem_get_info()[1], "the GPU"
         if num_gpus > 1:
-            totals = [torch.cuda.mem_get_info(i)[1] for i in range(num_gpus)]
-            total_bytes, where = min(totals), "each GPU"
-            numbers += [n for n in (2, 4, 8) if n <= num_gpus and are_equal(totals)]
+            from outrider.engine.ranks.admission import why_not_these_gpus  # takes seconds
+
+            device = torch.device("cuda")
+            numbers += [n for n in (2, 4, 8) if why_not_these_gpus(n, device) is None]
+            first = range(min(num_ranks or numbers[-1], num_gpus))
+            total_bytes = min(torch.cuda.mem_get_info(i)[1] for i in first)
+            where = "each GPU" if len(first) > 1 else "the first GPU"
         room_bytes = room_for_weights(total_bytes)
     else:
         room_bytes, where = available_bytes() * WEIGHTS_SHARE_CPU, "the CPU"

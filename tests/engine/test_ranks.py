@@ -639,7 +639,7 @@ def test_ranks_have_gpus_of_one_kind(
     made = [SimpleNamespace(name=name, total_memory=gib << 30) for name, gib in gpus]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(made))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: made[i])
-    found = admission._why_not_these_gpus(2, torch.device("cuda"))
+    found = admission.why_not_these_gpus(2, torch.device("cuda"))
     assert (found or "").startswith(reason or "")
     assert (found is None) == (reason is None)
 

@@ -203,25 +203,32 @@ def test_the_largest_pair_that_fits_is_suggested(
     assert machine.pair(has_hub=has_hub).remedy == f"outrider serve {expected}"
 
 
+def gpus_of(monkeypatch: pytest.MonkeyPatch, *totals_gb: int) -> None:
+    """A machine with these GPUs."""
+    gpus = [
+        SimpleNamespace(name="GPU", major=9, minor=0, total_memory=gb * 10**9) for gb in totals_gb
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i=0: (0, gpus[i].total_memory))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: gpus[i])
+
+
 @pytest.mark.parametrize(
     ("totals_gb", "model", "words"),
     [
         ([48, 48], "Qwen/Qwen3-32B", "35.5 GB on the first of 2 ranks; each GPU has room for 38.4"),
         ([24] * 4, "Qwen/Qwen3-14B", "17.5 GB on the first of 2 ranks"),
-        (
-            [80, 24],
-            "Qwen/Qwen3-8B",
-            "in bfloat16; each GPU has room for 18.6",
-        ),  # the smaller one decides
+        ([80, 24], "Qwen/Qwen3-14B", "in bfloat16; the first GPU has room for 64.0"),
+        ([24, 80], "Qwen/Qwen3-8B", "in bfloat16; the first GPU has room for 18.6"),
+        ([48, 48, 24], "Qwen/Qwen3-32B", "on the first of 2 ranks; each GPU has room for 38.4"),
         ([141, 141], "Qwen/Qwen3-32B", "in bfloat16; each GPU has room for 112.8"),
     ],
 )
 def test_several_gpus_are_shown_the_largest_pair_that_they_can_share(
     monkeypatch: pytest.MonkeyPatch, totals_gb: list[int], model: str, words: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(totals_gb))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i=0: (0, totals_gb[i] * 10**9))
+    gpus_of(monkeypatch, *totals_gb)
     found = machine.pair(has_hub=True)
     assert found.remedy == f"outrider serve {model}"
     assert words in found.text
@@ -230,11 +237,7 @@ def test_several_gpus_are_shown_the_largest_pair_that_they_can_share(
 
 def test_a_configured_number_of_ranks_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3-32B fits on no GPU of 48 GB, and on two of them."""
-    properties = SimpleNamespace(name="GPU", major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i=0: (0, 48 * 10**9))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
+    gpus_of(monkeypatch, 48, 48)
     model = "Qwen/Qwen3-32B"
     assert machine.pair(has_hub=True, configured=model, num_ranks=1).state == "note"
     for num_ranks in (None, 2):  # unset, the server takes as many by itself
@@ -272,9 +275,7 @@ def test_a_model_that_is_not_here_is_counted_by_the_hub_or_said_to_be_missing(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(weights.HfApi, "model_info", partialmethod(hub_info, hub))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i=0: (0, 80 * 10**9))
+    gpus_of(monkeypatch, 80, 80)
     name = "meta-llama/Llama-3.1-70B-Instruct"
 
     def found(model: str, num_ranks: int | None = None) -> machine.Finding:
@@ -286,7 +287,7 @@ def test_a_model_that_is_not_here_is_counted_by_the_hub_or_said_to_be_missing(
         for num_ranks, state, words in (
             (None, "ok", "91.0 GB of weights, at least 45.5 GB on the first of 2 ranks; each GPU"),
             (2, "ok", "91.0 GB of weights, at least 45.5 GB on the first of 2 ranks; each GPU"),
-            (1, "note", "91.0 GB of weights; each GPU has room for 64.0"),
+            (1, "note", "91.0 GB of weights; the first GPU has room for 64.0"),
         ):
             one = found(name, num_ranks)
             assert (one.state, f"by the hub its files take {words}" in one.text) == (state, True)
@@ -312,9 +313,7 @@ def test_a_pair_that_is_here_is_counted_by_its_files(
     has_head: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As the server will load it, with the draft that it chooses."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i=0: (0, 80 * 10**9))
+    gpus_of(monkeypatch, 80, 80)
     model = save_tiny_model_with_tokenizer(tmp_path / "mimo", has_mtp=has_head, architecture="mimo")
     settings = load_settings(assignments=[f"target.model={model}"], environ={})
     counted = weights.counted(settings, has_hub=False)
