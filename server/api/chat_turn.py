@@ -7,7 +7,7 @@ from starlette.requests import Request
 
 from ..base.errors import invalid_value
 from ..base.held import json_bytes
-from ..base.off_loop import json_off_loop, off_loop
+from ..base.off_loop import MANY_CHARS, off_loop
 from ..base.request_key import request_key
 from ..grammar.thoughts import after_thoughts
 from ..grammar.tool_choice import Calls, calls_grammar, choose, text_and_calls_grammar
@@ -52,7 +52,7 @@ async def prepare_turn(
     if grammar is None:
         of_calls = await _grammar_of_strict_calls(service, body, prompt, calls, salt, num_bytes)
     # A model's own response template reads the whole prompt.
-    readers = await json_off_loop(
+    readers = await off_loop(
         num_bytes + body.n * len(prompt),
         _readers,
         service,
@@ -161,7 +161,7 @@ async def _grammar(
         return await grammars.check("tools", calls.input_grammar, salt)
     if calls.required:
         make = partial(calls_grammar, calls.tools, several=calls.most is None)
-        grammar = await off_loop(num_bytes, make)
+        grammar = await off_loop(num_bytes, make, threshold=MANY_CHARS)
         return await grammars.check("tool_choice", grammar, salt, within)
     return await grammars.grammar_of(
         body.response_format, body.structured_outputs, salt, num_bytes, within
@@ -186,7 +186,7 @@ async def _grammar_of_strict_calls(
     begun = form.has_begun_reasoning(prompt, body.continued)
     reasons = form.has_reasoning
     make = partial(text_and_calls_grammar, calls.tools, reasons=reasons, begun=begun)
-    grammar = await off_loop(num_bytes, make)
+    grammar = await off_loop(num_bytes, make, threshold=MANY_CHARS)
     return await service.grammars.check("tools", grammar, salt)
 
 
@@ -243,7 +243,7 @@ async def chat_prompt(
         )
 
     try:
-        text = await off_loop(body.num_chars, render)
+        text = await off_loop(body.num_chars, render, threshold=MANY_CHARS)
     except ChatTemplateError as error:
         raise invalid_value(
             "messages",

@@ -9,7 +9,7 @@ from outrider.engine.api import TokenLogprobs
 
 from ..base.errors import invalid_value, unsupported
 from ..base.held import json_bytes
-from ..base.off_loop import off_loop
+from ..base.off_loop import MANY_CHARS, off_loop
 from ..base.request_key import request_key
 from ..text.detokenizer import Detokenizer
 from .answer import MIN_LOGPROB, Answer
@@ -32,7 +32,9 @@ async def create_completion(service: Service, body: CompletionRequest, http: Req
     prompts = samples[:: body.num_samples]
     num_tokens = body.echo * sum(len(each.request.prompt_token_ids) for each in prompts)
     echoed_chars = num_tokens * service.tokenizer.longest_token
-    return await off_loop(echoed_chars, _CompletionAnswer, service, body, samples)
+    return await off_loop(
+        echoed_chars, _CompletionAnswer, service, body, samples, threshold=MANY_CHARS
+    )
 
 
 async def prepare_completion(

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from ..base.errors import APIError, cut
-from ..base.off_loop import json_off_loop
+from ..base.off_loop import off_loop
 from .answer import Answer
 from .protocol import APIResponse
 
@@ -70,7 +70,7 @@ async def _body(request: Request, kind: TypeAdapter[Any]) -> Any:
     """The body as such a model; raises APIError or RequestValidationError."""
     json = b"".join([part async for part in request.stream()])
     request.state.held.read(json)
-    return await json_off_loop(len(json), _validated, json, kind)
+    return await off_loop(len(json), _validated, json, kind)
 
 
 def _validated(json: bytes, kind: TypeAdapter[Any]) -> Any:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from ..base.errors import APIError
 from ..base.held import json_bytes
 from ..base.json_text import json_text
-from ..base.off_loop import json_off_loop
+from ..base.off_loop import off_loop
 from ..base.streaming import server_sent
 from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
@@ -48,7 +48,7 @@ async def create_message(service: Service, body: MessagesRequest, http: Request)
     """The answer to a messages request; raises APIError."""
     await service.check_fields(body, http)
     with renamed_fields(FIELDS):
-        chat = await json_off_loop(json_bytes(http), body.as_chat)
+        chat = await off_loop(json_bytes(http), body.as_chat)
         if body.thinking.budget_tokens is not None and not can_bound_thinking(service):
             # Clients cannot ask for thinking without it, whatever the model can do.
             chat.thinking_token_budget = body.thinking_token_budget
@@ -62,7 +62,7 @@ async def count_tokens(
     """Count the tokens of the prompt that a messages request would make."""
     await service.check_fields(body, http)
     with renamed_fields(FIELDS):
-        chat = await json_off_loop(json_bytes(http), body.as_chat)
+        chat = await off_loop(json_bytes(http), body.as_chat)
         return CountTokensResponse(input_tokens=await num_prompt_tokens(service, chat))
 
 

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from ..base.errors import APIError, invalid_value
 from ..base.held import json_bytes
 from ..base.json_text import json_text
-from ..base.off_loop import json_off_loop
+from ..base.off_loop import off_loop
 from ..base.streaming import EventStream
 from ..text.message_parser import Text
 from .answer import Answer
@@ -47,7 +47,7 @@ async def create_chat(
     if body.only_loads:
         return _loaded(service, message={"role": "assistant", "content": ""})
     with renamed_fields(FIELDS):
-        chat = await json_off_loop(json_bytes(http), _translated, body.as_chat)
+        chat = await off_loop(json_bytes(http), _translated, body.as_chat)
         samples = await prepare_turn(service, chat, http)
     return _OllamaAnswer(service, chat, samples, is_chat=True)
 
@@ -64,11 +64,11 @@ async def create_generation(
     with renamed_fields(FIELDS):
         asked: ChoiceFields
         if is_raw:
-            completion = await json_off_loop(json_bytes(http), _translated, body.as_completion)
+            completion = await off_loop(json_bytes(http), _translated, body.as_completion)
             asked = completion
             samples = await prepare_completion(service, completion, http)
         else:
-            asked = chat = await json_off_loop(json_bytes(http), _translated, body.as_chat)
+            asked = chat = await off_loop(json_bytes(http), _translated, body.as_chat)
             samples = await prepare_turn(service, chat, http)
     return _OllamaAnswer(service, asked, samples, is_chat=False)
 

@@ -19,7 +19,7 @@ from ..base.errors import (
 )
 from ..base.held import Held, json_bytes
 from ..base.json_text import json_text
-from ..base.off_loop import json_off_loop
+from ..base.off_loop import off_loop
 from ..base.request_key import request_key
 from ..base.streaming import obfuscation, server_sent
 from ..text.message_parser import MessagePart, Text
@@ -64,12 +64,12 @@ async def create_response(
     body = service.sampling_defaults.fill(body)  # the response reports them
     json, earlier = await earlier_items(service, store, body, http)
     with renamed_fields(FIELDS):
-        chat = await json_off_loop(json_bytes(http), body.as_chat, earlier)
+        chat = await off_loop(json_bytes(http), body.as_chat, earlier)
         samples = await prepare_turn(service, chat, http)
     keeper = None
     if body.store and store.keeps:
         key = request_key(http)
-        keeper = await json_off_loop(
+        keeper = await off_loop(
             json_bytes(http), Keeper, store, json, body.items, key, body.background
         )
     return _ResponsesAnswer(service, body, chat, samples, keeper)
@@ -82,7 +82,7 @@ async def count_input_tokens(
     await service.check_fields(body, http)
     _, earlier = await earlier_items(service, store, body, http)
     with renamed_fields(FIELDS):
-        chat = await json_off_loop(json_bytes(http), body.as_chat, earlier)
+        chat = await off_loop(json_bytes(http), body.as_chat, earlier)
         count = await num_prompt_tokens(service, chat)
     return InputTokensCount(object="response.input_tokens", input_tokens=count)
 

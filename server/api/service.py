@@ -22,7 +22,7 @@ from ..base.errors import (
     model_not_found,
 )
 from ..base.held import json_bytes
-from ..base.off_loop import json_off_loop, off_loop
+from ..base.off_loop import MANY_CHARS, off_loop
 from ..base.request_key import request_key
 from ..base.unknown_fields import Body, check_unknown_fields
 from ..config.server_settings import ServerSettings
@@ -94,7 +94,7 @@ class Service:
         if body.model:
             self.check_model(body.model)
         refuse = self.settings.unknown_fields == "refuse"
-        await json_off_loop(json_bytes(http), check_unknown_fields, body, http, refuse)
+        await off_loop(json_bytes(http), check_unknown_fields, body, http, refuse)
 
     async def check_request(self, fields: ChoiceFields, http: Request, *, num_prompts: int) -> None:
         """Refuse what can be refused before there are prompts, and fill in the server's defaults;
@@ -181,7 +181,7 @@ class Service:
 
         num_chars = sum(map(len, prompts))
         if num_chars < HUGE_CHARS:
-            return await off_loop(num_chars, encode)
+            return await off_loop(num_chars, encode, threshold=MANY_CHARS)
         async with self.large_texts:
             try:
                 return await asyncio.to_thread(encode)
@@ -224,7 +224,7 @@ class Service:
         Raises APIError for what the engine could never run.
         """
         num_bytes += BAD_WORD_BYTES * len(asked.fields.bad_words)
-        return await json_off_loop(num_bytes, self._samples, asked)
+        return await off_loop(num_bytes, self._samples, asked)
 
     def _samples(self, asked: Asked) -> list[Sample]:
         fields, max_tokens = self.sampling_defaults.fill(asked.fields), asked.max_tokens

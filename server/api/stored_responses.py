@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..base.errors import APIError, invalid_value, unsupported
-from ..base.off_loop import json_off_loop
+from ..base.off_loop import off_loop
 from ..base.request_key import request_key
 from .input_items import InputItem, Item
 from .response_store import ResponseStore, StoredResponse
@@ -47,7 +47,7 @@ async def earlier_items(
             "can be continued (server.max_body_bytes). Please send a shorter one as input.",
         )
     http.state.held.read(json)
-    items: list[Item] = await json_off_loop(len(json), _ITEMS.validate_json, json)
+    items: list[Item] = await off_loop(len(json), _ITEMS.validate_json, json)
     return json, items
 
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..base.fields import TokenIdList
-from ..base.off_loop import MANY_CHARS, off_loop
+from ..base.off_loop import off_loop
 from ..base.unknown_fields import Body
 from ..grammar.tool_choice import as_function
 from .answer_size import PROMPT_TOKEN_BYTES, TOKEN_BYTES, check_bytes
@@ -98,9 +98,7 @@ async def detokenize(service: Service, body: DetokenizeRequest, http: Request) -
 async def _written(num_tokens: int, write: Callable[[], bytes]) -> Response:
     """The answer that `write` makes, off the event loop, because a body may hold millions of
     tokens, and one after the other if there are many."""
-    return Response(
-        await off_loop(max(MANY_CHARS, num_tokens), write), media_type="application/json"
-    )
+    return Response(await off_loop(num_tokens, write, threshold=0), media_type="application/json")
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ..base.errors import (
     unsupported,
 )
 from ..base.fields import APIRequest
-from ..base.off_loop import off_loop
+from ..base.off_loop import MANY_CHARS, off_loop
 
 MAX_GRAMMAR_ERROR_CHARS = 300
 _SOURCE_LINE = re.compile(r"^ *(\d+ \| .*|\^)$", re.MULTILINE)
@@ -192,14 +192,14 @@ class GrammarChecker:
         `check`; `num_bytes`: of the JSON that they come from."""
         text: GrammarText | None = None
         if response_format is not None:
-            text = await off_loop(num_bytes, response_format.grammar_text)
+            text = await off_loop(num_bytes, response_format.grammar_text, threshold=MANY_CHARS)
         if structured_outputs is None:
             return await self.check("response_format", text, salt, within) if text else None
         if text:
             raise invalid_value(
                 "structured_outputs", "structured_outputs and response_format exclude each other."
             )
-        text = await off_loop(num_bytes, structured_outputs.grammar_text)
+        text = await off_loop(num_bytes, structured_outputs.grammar_text, threshold=MANY_CHARS)
         return await self.check("structured_outputs", text, salt, within)
 
     async def check(
