@@ -84,7 +84,8 @@ class Decoder(Stack, Network):
         normed, rows = None, batch.logits_rows
         self._tap(-1, x, taps)
         *blocks, last = self.blocks
-        for i, (block, next_norm) in enumerate(zip(blocks, self.next_norms(), strict=False)):
+        *next_norms, _ = self.next_norms()
+        for i, (block, next_norm) in enumerate(zip(blocks, next_norms, strict=True)):
             normed = block(x, normed, next_norm, batch)
             self._tap(i, x, taps)
         reads_all = max(self.tapped_layers, default=-1) >= len(blocks)

@@ -9,6 +9,7 @@ from array import array
 from collections import OrderedDict, deque
 from functools import cached_property
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -275,6 +276,12 @@ class Suffixes:
         return found
 
 
+class _Waiting(NamedTuple):
+    salt: int
+    token_ids: list[int]
+    num_entered: int
+
+
 class RecentAnswers:
     """The latest answers, in at most so many bytes, which it takes at once.
 
@@ -287,8 +294,7 @@ class RecentAnswers:
         self.corpus = Corpus(ANSWER_MIN_TOKENS, max(1, self._capacity), has_breaks=True)
         self._salts: OrderedDict[str, int] = OrderedDict()  # their numbers, the last used last
         self._numbers = count()
-        # What is to be entered: the salt, the tokens, and how many of them have been.
-        self._waiting: deque[tuple[int, list[int], int]] = deque()
+        self._waiting: deque[_Waiting] = deque()
 
     def add(self, request: Request) -> None:
         """Keep the answer to a request that has ended, and the last tokens before it."""
@@ -302,7 +308,7 @@ class RecentAnswers:
         if len(self._salts) > MOST_SALTS:
             self._salts.popitem(last=False)
         # Not its whole prompt: together those of all that waits may be gigabytes.
-        self._waiting.append((self._salts[salt], request.token_ids[-kept:], 0))
+        self._waiting.append(_Waiting(self._salts[salt], request.token_ids[-kept:], 0))
         if len(self._waiting) > MOST_WAITING:
             del self._waiting[1]  # not the first: it may have been entered in part
 
@@ -310,13 +316,14 @@ class RecentAnswers:
         """Enter some of what waits. Each step does: at once a long answer would delay it."""
         num_left = MOST_ENTERED
         while self._waiting and num_left > 0:
-            salt, token_ids, first = self._waiting.popleft()
+            waiting = self._waiting.popleft()
+            salt, token_ids, first = waiting
             if self.corpus.num_tokens + len(token_ids) - first >= self._capacity:
                 self.corpus.start_over()
             end = first + num_left
             self.corpus.extend(token_ids[first:end], salt)
             if end < len(token_ids):
-                self._waiting.appendleft((salt, token_ids, end))
+                self._waiting.appendleft(waiting._replace(num_entered=end))
             else:
                 self.corpus.end_text()
             num_left -= max(_LEAST_COUNTED, len(token_ids) + 1 - first)
