@@ -68,14 +68,14 @@ def choose_ranks(config: EngineConfig) -> EngineConfig:
     if num is None:
         more = (n for n in range(2, _MOST_ADVISED) if why_not_shared(n, target) is None)
         enough = fewest_gpus(weights, room_bytes, more)
-        advised = [f"{enough} such GPUs"] if enough else []
+        advised = [f"{enough} GPUs of this size"] if enough else []
         advised += [*_changes_that_fit(config, most_bytes, numbers), "a checkpoint in fewer bits"]
         if len(numbers) == 1 and (reason := why_not.get(2)):
             text += f". 2 GPUs cannot share it: {reason}"
         raise ConfigError(f"{text}. Take {', '.join(advised)} or a smaller model")
     if num > 1:
         fewer = _changes_that_fit(config, room_bytes, [n for n in numbers if n < num])
-        advice = f"; fewer would do with {' or '.join(fewer)}" if fewer else ""
+        advice = f"; fewer are enough with {' or '.join(fewer)}" if fewer else ""
         log.info("target.tensor_parallel: %d GPUs share the target: %s%s", num, text, advice)
     return replace(config, target=replace(target, tensor_parallel=num))
 

@@ -38,7 +38,7 @@ def _summary(
     if info.proposer is None or k == 0:
         draft = "none: the target decodes plainly"
     elif info.draft_dtype is None:
-        draft = "none: drafts are looked up"
+        draft = "none: drafts need no model"
     else:
         is_named = info.proposer in ("draft_model", settings.draft.model)
         kind = "" if is_named else f"{info.proposer}, "

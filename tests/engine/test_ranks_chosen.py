@@ -109,9 +109,9 @@ def test_what_fits_on_no_number_of_gpus_is_refused_with_what_would(
         choose_ranks(config)
     assert str(refused.value) == (
         "the weights of target and draft take 143.6 GB, of which 6.7 are on the first GPU however "
-        "many share the target; visible GPUs: 2, of 86 GB, with room for 68.4. Take 4 such GPUs, "
-        'no draft (--no-draft), target.quantization = "fp8", a checkpoint in fewer bits or a '
-        "smaller model"
+        "many share the target; visible GPUs: 2, of 86 GB, with room for 68.4. Take 4 GPUs of "
+        'this size, no draft (--no-draft), target.quantization = "fp8", a checkpoint in fewer bits '
+        "or a smaller model"
     )
     machine_of(monkeypatch, 150.1e9, 150.1e9)  # and of 141 GB
     assert chosen(config) == 2
@@ -201,7 +201,9 @@ def test_rounding_to_fp8_halves_the_layers(tiny_model: Tiny, machine: Machine) -
     machine(*[gpu_for(rounded, 1)] * 2)
     assert (chosen(rounded), chosen(plain)) == (1, 2)
     machine(gpu_for(rounded, 1))
-    with pytest.raises(ConfigError, match=r'Take 2 such GPUs, target.quantization = "fp8", a che'):
+    with pytest.raises(
+        ConfigError, match=r'Take 2 GPUs of this size, target.quantization = "fp8", a che'
+    ):
         choose_ranks(plain)
 
 
@@ -240,7 +242,7 @@ def test_rounding_is_not_advised_for_what_is_quantised(
     )
     plain = on_gpu(path)
     machine(gpu_for(replace(plain, target=replace(plain.target, quantization="fp8")), 1))
-    with pytest.raises(ConfigError, match="Take 2 such GPUs, a checkpoint in fewer bits"):
+    with pytest.raises(ConfigError, match="Take 2 GPUs of this size, a checkpoint in fewer bits"):
         choose_ranks(plain)
 
 
@@ -258,7 +260,7 @@ def test_a_draft_that_takes_a_second_gpu_is_named(
     assert caplog.text == ""
     assert chosen(config) == 2
     assert "target.tensor_parallel: 2 GPUs share the target: the weights of target" in caplog.text
-    assert "fewer would do with no draft (--no-draft)" in caplog.text
+    assert "fewer are enough with no draft (--no-draft)" in caplog.text
     idle = replace(config.speculation, num_speculative_tokens=0)
     assert pair_weights(replace(config, speculation=idle)) == pair_weights(alone)
 
@@ -271,7 +273,7 @@ def test_a_draft_that_nobody_named_is_left_out_where_its_target_alone_fits(
     optional = replace(named.draft, is_optional=True, instead="texts draft")
     config = replace(named, draft=optional)
     machine(pair_weights(replace(named, draft=None)).in_all / 0.9 + 1)
-    with pytest.raises(ConfigError, match=r"such GPUs, no draft \(--no-draft\)"):
+    with pytest.raises(ConfigError, match=r"GPUs of this size, no draft \(--no-draft\)"):
         choose_ranks(named)
     assert choose_ranks(config).loaded_draft is None
     assert "with room for" in caplog.text

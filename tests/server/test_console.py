@@ -115,7 +115,7 @@ def test_summary_names_the_sources_of_drafts(caplog: pytest.LogCaptureFixture) -
         console = Console(file=io.StringIO())
         show_summary(load_settings(environ={}), each, HERMES, "http://127.0.0.1:8000", console)
     assert [line for line in caplog.messages if "draft" in line.partition(": ")[0]] == [
-        "draft: none: drafts are looked up",
+        "draft: none: drafts need no model",
         "sources of drafts: prediction, suffix",
         "draft: none: the target decodes plainly",
     ]
