@@ -56,7 +56,7 @@ LOCK := build/uv/bin/uv pip compile --quiet --no-config --generate-hashes --no-a
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo '  make serve CONFIG=configs/ngram.toml ARGS="--port 8123 --set speculation.num_speculative_tokens=3"'
+	@echo '  make serve CONFIG=configs/ngram.toml ARGS="--port 8123 --set scheduler.max_num_seqs=8"'
 	@echo '  make test ARGS="tests/server -k chat"'
 
 serve: .make/runtime ## start the server (CONFIG=, ARGS=)

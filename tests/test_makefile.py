@@ -26,7 +26,10 @@ def last_command(*arguments: str) -> str:
     [
         ([], ""),
         (["ARGS=Qwen/Qwen3-8B --port 8123"], "Qwen/Qwen3-8B --port 8123"),
-        (["CONFIG=configs/ngram.toml", "ARGS=-k 2"], "--config configs/ngram.toml -k 2"),
+        (
+            ["CONFIG=configs/ngram.toml", "ARGS=--port 8123"],
+            "--config configs/ngram.toml --port 8123",
+        ),
     ],
 )
 def test_make_serve_has_no_pair_of_its_own(arguments: list[str], served: str) -> None:

@@ -70,16 +70,17 @@ def _serve(
     given = named | {key: value for key, value in flags.items() if value is not None}
     settings = settings_or_exit(config, assignments, given, flag_names())
     proposer = settings.speculation.proposer
-    if draft is not None and {"auto", "draft_model"}.isdisjoint(proposer):
+    without_model = {"auto", "draft_model"}.isdisjoint(proposer)
+    if draft is not None and without_model:
         give_up(
             f"--draft is of no use if the proposer is {', '.join(proposer)}: add --proposer "
             "draft_model, or leave --proposer out",
             2,
         )
-    if k not in (None, "0") and proposer == ("none",):
+    if k not in (None, "0") and without_model:
         give_up(
-            f"-k {k} needs a draft, and speculation.proposer is none: name one with --draft, or "
-            "--proposer auto",
+            f"-k {k} is for a draft model alone, and speculation.proposer is "
+            f"{', '.join(proposer)}: leave -k out, or set --proposer auto",
             2,
         )
     if missing := missing_model(settings):  # before libraries are loaded for seconds

@@ -388,11 +388,22 @@ def test_a_draft_that_is_named_drafts_whatever_the_config(
     assert settings.speculation.num_speculative_tokens == 3
 
 
-def test_a_k_without_anything_that_drafts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("others", "proposer"),
+    [
+        (["plain"], "none"),
+        (["ngram"], "prediction, grammar, suffix"),
+        (["--proposer", "suffix"], "prediction, grammar, suffix"),
+    ],
+)
+def test_a_k_without_a_draft_model_is_refused(
+    others: list[str], proposer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("outrider.server.cli.serving.serve", lambda settings: 0)
-    result = CliRunner().invoke(app, ["serve", "plain", "-k", "3"])
+    result = CliRunner().invoke(app, ["serve", *others, "-k", "3"])
     assert result.exit_code == 2
-    assert "-k 3 needs a draft, and speculation.proposer is none" in result.output
+    says = f"-k 3 is for a draft model alone, and speculation.proposer is {proposer}"
+    assert says in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(
