@@ -1,7 +1,6 @@
 """Shared by all endpoints that generate: the engine, the tokenizer, the limits."""
 
 import asyncio
-import functools
 import hashlib
 import importlib.metadata
 import uuid
@@ -79,7 +78,8 @@ class Service:
     def fingerprint(self) -> str:
         """Identifies all that may change a request's answer: program, model, arithmetic."""
         info = self.engine_info
-        return _fingerprint(self.model_name, info.device, info.target_dtype, info.draft_dtype)
+        parts = VERSION, self.model_name, info.device, info.target_dtype, info.draft_dtype
+        return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:10]
 
     def check_model(self, given: str) -> None:
         """Raise APIError unless it is a name of the model."""
@@ -356,8 +356,3 @@ class Service:
                 param=param,
             )
         self.check_token_ids(prompt, param)
-
-
-@functools.lru_cache(16)
-def _fingerprint(*parts: str | None) -> str:
-    return "fp_" + hashlib.sha256(repr((VERSION, *parts)).encode()).hexdigest()[:10]
