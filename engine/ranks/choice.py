@@ -66,8 +66,10 @@ def choose_ranks(config: EngineConfig) -> EngineConfig:
             log.warning("%s, so there is no draft model: %s", text, draft.instead)
             return choose_ranks(without)
     if num is None:
-        more = (n for n in range(2, _MOST_ADVISED) if why_not_shared(n, target) is None)
-        enough = fewest_gpus(weights, room_bytes, more)
+        # Only of numbers that have room is it asked, for that reads the files' headers.
+        least = fewest_gpus(weights, room_bytes, range(2, _MOST_ADVISED))
+        more = () if least is None else range(least, _MOST_ADVISED)
+        enough = next((n for n in more if why_not_shared(n, target) is None), None)
         advised = [f"{enough} GPUs of this size"] if enough else []
         advised += [*_changes_that_fit(config, most_bytes, numbers), "a checkpoint in fewer bits"]
         if len(numbers) == 1 and (reason := why_not.get(2)):

@@ -150,10 +150,8 @@ def evaluate_command(
                 info, tallies = run_until_ended(
                     _measured(served, prompts, temperatures, ks, max_tokens, counted)
                 )
-    num_left_out = sum(
-        len(ids) >= info.max_model_len for of_name in prompts.values() for ids in of_name
-    )
-    if num_left_out:
+    fit = measure.that_fit(prompts, info.max_model_len)
+    if num_left_out := sum(map(len, prompts.values())) - sum(map(len, fit.values())):
         typer.echo(
             f"{num_left_out} prompts were left out: the context holds {info.max_model_len} tokens"
         )

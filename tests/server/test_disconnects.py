@@ -1,4 +1,4 @@
-"""Work that stops when its client leaves, told from work that others cancel."""
+"""Work that stops when its client leaves, as opposed to work that others cancel."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
