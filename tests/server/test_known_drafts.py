@@ -132,7 +132,8 @@ def test_the_heads_of_our_configs_are_known_with_their_k() -> None:
     known = {(draft.model, draft.num_speculative_tokens) for draft in KNOWN_DRAFTS}
     heads = ("qwen3-8b-dspark", "qwen3-8b-dflash", "qwen3-14b-dspark", "llama-3.1-8b-dflash")
     mixtures = ("gpt-oss-20b-eagle3", "gpt-oss-120b-eagle3", "qwen3-30b-a3b-eagle3")
-    mixtures += ("qwen3-coder-30b-a3b-dflash", "qwen3-coder-next-fp8-dflash")
+    mixtures += ("qwen3-30b-a3b-dflash", "qwen3-coder-next-fp8-dflash")
+    mixtures += ("qwen3-coder-30b-a3b-dflash", "qwen3-coder-30b-a3b-eagle3")
     mixtures += ("qwen3.6-27b-dflash", "qwen3.6-27b-fp8-dflash")
     mixtures += ("qwen3.8-27b-fp8-dflash2",)
     mixtures += ("qwen3.6-35b-a3b-dflash", "qwen3.6-35b-a3b-fp8-dflash")
