@@ -1,4 +1,4 @@
-"""How many sequences run at once, where layers keep a state of each."""
+"""How many sequences run at once, where layers keep a state of each, and how long each may be."""
 
 from dataclasses import replace
 
@@ -32,13 +32,36 @@ def seated(
     specs = [group.spec for group in pair.groups]
     bytes_per_seq += sum(spec.bytes_per_token * (spec.window or 0) for spec in specs)
     if device.type == "cpu":
-        room_bytes = left_for_caches(config) - config.speculation.answers_bytes  # taken later
+        taken_bytes = config.speculation.answers_bytes  # later
     else:
-        left = left_bytes(device, config.gpu_memory_utilization, step_bytes=0, freed_bytes=0)
-        room_bytes = left - (_STEP_BYTES + _STEP_BYTES_PER_TOKEN_ID * pair.vocab_size)
+        taken_bytes = _STEP_BYTES + _STEP_BYTES_PER_TOKEN_ID * pair.vocab_size
+    room_bytes = _left_beside_weights(config, device) - taken_bytes
     most = max(1, int(_SEATS_SHARE * room_bytes) // bytes_per_seq)
     num_seqs = min(scheduler.max_num_seqs, most)
     return replace(config, scheduler=replace(scheduler, max_num_seqs=num_seqs))
+
+
+def longest_in_slots(config: EngineConfig, pair: ModelPair, device: torch.device) -> int:
+    """Tokens of a sequence that slots need room for: those of a model with a million positions
+    would take a gigabyte, also where the KV cache never holds so many.
+
+    What is set stays as it is: it is refused later if the cache does not hold it.
+    """
+    bytes_per_token = pair.groups[0].spec.bytes_per_token
+    if config.max_model_len is not None or bytes_per_token == 0:
+        return pair.max_model_len
+    if config.cache.num_pages is not None:
+        most = (config.cache.num_pages - 1) * pair.page_size  # one page is a dummy
+    else:
+        most = _left_beside_weights(config, device) // bytes_per_token
+    return min(pair.max_model_len, max(1, most))
+
+
+def _left_beside_weights(config: EngineConfig, device: torch.device) -> int:
+    """Bytes that states, steps and KV cache may take together."""
+    if device.type == "cpu":
+        return left_for_caches(config)
+    return left_bytes(device, config.gpu_memory_utilization, step_bytes=0, freed_bytes=0)
 
 
 def left_for_caches(config: EngineConfig) -> int:

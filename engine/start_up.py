@@ -24,7 +24,7 @@ def make_ready(worker: Worker, config: EngineConfig, report: ReportProgress) -> 
     if num_pages is None:
         num_pages = measure_pages(worker, config, report)
     report("allocating the KV cache", 0, 1)
-    max_model_len = worker.pair.longest_sequence(num_pages, config)
+    max_model_len = worker.pair.longest_sequence(num_pages, worker.slots, config)
     worker.allocate(num_pages)
     if is_gpu and not config.enforce_eager:
         with naming_what_to_lower(config):

@@ -37,7 +37,7 @@ from .ranks.wire import Op
 from .scoring.ranking import Ranking
 from .scoring.scorer import Scorer
 from .scoring.verifier import Verifier
-from .seats import seated
+from .seats import longest_in_slots, seated
 from .state.slots import Slots
 
 
@@ -101,7 +101,7 @@ class Worker:
         self.config = config = seated(self.pair.config, self.pair, self.device, max_drafts)
         self.slots = Slots(
             config.scheduler.max_num_seqs,
-            self.pair.max_model_len,
+            longest_in_slots(config, self.pair, self.device),
             max_drafts,
             self.pair.page_size,
             self.device,

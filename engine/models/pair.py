@@ -152,9 +152,9 @@ class ModelPair:
         report_head = partial(report, "loading the draft")
         self.head = load_head(draft, self.target, config.target.path, report_head)
 
-    def longest_sequence(self, num_pages: int, config: EngineConfig) -> int:
-        """Tokens of the longest sequence that fits into the pages when it runs alone."""
-        fits = (num_pages - 1) * self.page_size  # one page is a dummy
+    def longest_sequence(self, num_pages: int, slots: Slots, config: EngineConfig) -> int:
+        """Tokens of the longest sequence that fits into slots and pages when it runs alone."""
+        fits = min((num_pages - 1) * self.page_size, slots.max_model_len)  # one page is a dummy
         if fits >= self.max_model_len:
             return self.max_model_len
         if config.max_model_len is not None or fits < 2:

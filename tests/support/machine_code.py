@@ -81,6 +81,20 @@ def names_of_launches(gpu: Gpu) -> Iterator[list[str]]:
 
 
 @contextmanager
+def grids_of_launches(gpu: Gpu) -> Iterator[list[tuple[str, Any]]]:
+    """Inside, tensors are made up, and nothing runs. Gives name and grid of each of Triton's
+    kernels that would be launched.
+    """
+    found: list[tuple[str, Any]] = []
+
+    def note(self: Any, *args: Any, grid: Any, **options: Any) -> None:
+        found.append((self.fn.__name__, grid))
+
+    with _made_up(gpu, note):
+        yield found
+
+
+@contextmanager
 def _made_up(gpu: Gpu, run: Callable[..., None]) -> Iterator[None]:
     """Inside, tensors are of this GPU, and have no memory; `run` takes the launches of Triton's."""
     major, minor = gpu.capability
