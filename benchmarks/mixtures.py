@@ -14,25 +14,37 @@ sizes that were never computed. The table has median tokens a second, prompts in
 own choice compares with plain decoding and with the best fixed k. `auto` should be at least 0.98 of
 the best everywhere. Short runs are noisy: believe ratios of --seconds 10 and more.
 
+Tokens are counted by the server, while all clients are busy: from a quarter of the time on. Clients
+that rest have whole bursts counted. Answers are as long with every k.
+
 What a client asks for sets how good drafts are: an edit of a file is easy at temperature 0, a poem
 at 1.5 is hopeless, and an adversarial client sends a prediction that is wrong at every fifth word.
-With --vocab-size N prompts are random tokens below N, for models that have no text.
+With --vocab-size N prompts are random tokens below N, for models that have no text. With
+--set-acceptance, too, each kind has drafts as good as `set_chances` says, for a head of random
+weights (see set_acceptance.py): adversarial ones are good and useless by turns.
+
+    python benchmarks/published_shapes.py qwen3-8b /tmp/m --served --fp8
+    python benchmarks/mixtures.py --set-acceptance --vocab-size 100000 --seconds 2 --rounds 1 \
+        --k auto 0 1 3 6 -- /tmp/m --draft /tmp/m/eagle3 -k 6
 """
 
 import argparse
 import asyncio
 import json
 import random
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Literal
 from urllib.parse import urlsplit
 
+import httpx
 from rich.console import Console
 from rich.table import Table
 from serving import serving
@@ -49,20 +61,21 @@ class Kind:
     """One kind of request."""
 
     text: str  # which prompt: chat, code, document or raw
-    max_tokens: int
+    num_tokens: int  # of an answer, on the average
     temperature: float
+    set_chances: str  # of a draft, in tenths, if they are set: in every other part of the answer
     prediction: str | None = None  # right or wrong: what the client predicts
     named_k: int | None = None  # it names this k, whatever is measured
     verification: str | None = None
 
 
-CHAT = Kind("chat", 200, 0.7)
-RAW = Kind("raw", 48, 0.8)
-EDIT = Kind("code", 200, 0.0)
-POEM = Kind("raw", 200, 1.5)
-DOCUMENT = Kind("document", 48, 0.0)
-PINNED = Kind("chat", 200, 0.7, named_k=3, verification="match")
-WRONG = Kind("code", 100, 1.5, prediction="wrong")
+CHAT = Kind("chat", 200, 0.7, "77")
+RAW = Kind("raw", 48, 0.8, "33")
+EDIT = Kind("code", 200, 0.0, "99")
+POEM = Kind("raw", 200, 1.5, "22")
+DOCUMENT = Kind("document", 48, 0.0, "66")
+PINNED = Kind("chat", 200, 0.7, "77", named_k=3, verification="match")
+WRONG = Kind("code", 100, 1.5, "90", prediction="wrong")
 
 
 @dataclass(frozen=True)
@@ -73,29 +86,32 @@ class Mixture:
 
 
 MIXTURES = {
-    "one chat": Mixture(1, (Kind("chat", 256, 0.0),)),
+    "one chat": Mixture(1, (Kind("chat", 256, 0.0, "88"),)),
     "one raw": Mixture(1, (RAW,)),
-    "few edits": Mixture(4, (EDIT, Kind("code", 200, 0.0, prediction="right"))),
+    "few edits": Mixture(4, (EDIT, Kind("code", 200, 0.0, "98", prediction="right"))),
     "few raw": Mixture(8, (RAW,)),
     "some documents": Mixture(16, (DOCUMENT,)),
-    "some raw": Mixture(32, (RAW,)),
+    "some easy, some hard": Mixture(32, (EDIT, POEM)),
     "many chats": Mixture(32, (CHAT,)),
     "pinned among them": Mixture(48, (PINNED, CHAT, CHAT, CHAT)),
     "bursts": Mixture(64, (RAW,), rests=True),
     "easy beside hard": Mixture(64, (EDIT, POEM)),
     "adversarial": Mixture(64, (WRONG, WRONG, CHAT)),
-    "a crowd": Mixture(256, (Kind("chat", 64, 0.7), DOCUMENT)),
+    "a crowd": Mixture(256, (*[Kind("chat", 64, 0.7, "77")] * 7, DOCUMENT)),
 }
 
 
-class Prompts:
-    """Prompts and predictions that no request before has had."""
+class Requests:
+    """What clients ask for, with prompts and predictions that no request before has had."""
 
-    def __init__(self, vocab_size: int | None) -> None:
-        self._vocab_size, self._rng = vocab_size, random.Random(time.time_ns())
+    def __init__(self, vocab_size: int | None, *, sets_acceptance: bool) -> None:
+        self._vocab_size, self._sets_acceptance = vocab_size, sets_acceptance
+        self._rng = random.Random(time.time_ns())
 
-    def body(self, kind: Kind, k: int | None) -> dict[str, object]:
-        text, prediction = self._text(kind.text), None
+    def body(self, kind: Kind, k: int | None, number: str) -> dict[str, object]:
+        """Requests of one number have the same seed, and answers of the same length."""
+        own_rng = random.Random(number)
+        text, prediction, seed = self._text(kind.text), None, own_rng.randrange(1 << 24)
         if kind.prediction is not None:
             words = text.split(" ")
             step = 5 if kind.prediction == "wrong" else len(words) + 1
@@ -103,9 +119,9 @@ class Prompts:
             prediction = " ".join(words)
         body: dict[str, object] = {
             "prompt": text,
-            "max_tokens": kind.max_tokens,
+            "max_tokens": own_rng.randrange(kind.num_tokens // 2, kind.num_tokens * 3 // 2),
             "temperature": kind.temperature,
-            "seed": self._rng.randrange(1 << 30),
+            "seed": 100 * seed + int(kind.set_chances) if self._sets_acceptance else seed,
             "ignore_eos": True,
         }
         if self._vocab_size is not None:
@@ -114,7 +130,8 @@ class Prompts:
         elif prediction is not None:
             body["prediction"] = {"type": "content", "content": prediction}
         named_k = k if kind.named_k is None else kind.named_k
-        speculation = {"num_speculative_tokens": named_k, "verification": kind.verification}
+        rule = kind.verification or ("token" if self._sets_acceptance else None)
+        speculation = {"num_speculative_tokens": named_k, "verification": rule}
         body["speculation"] = {name: each for name, each in speculation.items() if each is not None}
         return body
 
@@ -137,40 +154,60 @@ class Prompts:
         return f"# File {number}\n{file}\n# The same file, with type hints\n{file[:200]}"
 
 
-async def ask(host: str, port: int, body: dict[str, object]) -> int:
-    """Send a completion; returns the number of its tokens."""
+async def ask(host: str, port: int, body: dict[str, object]) -> None:
+    """Send a completion, and wait for the whole answer."""
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     reader, writer = await asyncio.open_connection(host, port)
-    writer.write(head.encode() + data)
-    answer = await reader.read(-1)
-    writer.close()
+    try:
+        writer.write(head.encode() + data)
+        answer = await reader.read(-1)
+    finally:
+        writer.close()
     status, _, rest = answer.partition(b"\r\n")
     if b" 200 " not in status:
         raise RuntimeError(f"{status.decode()}: {rest[-500:].decode(errors='replace')}")
-    found = json.loads(rest[rest.index(b"{") : rest.rindex(b"}") + 1])
-    tokens: int = found["usage"]["completion_tokens"]
-    return tokens
+
+
+async def generated(place: tuple[str, int]) -> int:
+    """Tokens that the server has generated so far."""
+    async with httpx.AsyncClient(timeout=30) as http:
+        metrics = (await http.get("http://{}:{}/metrics".format(*place))).raise_for_status().text
+    found = re.search(r"^outrider_generation_tokens_total (\S+)$", metrics, re.M)
+    if found is None:
+        raise RuntimeError("the server does not count its tokens")
+    return int(float(found[1]))
 
 
 async def tokens_per_s(
-    place: tuple[str, int], mixture: Mixture, k: int | None, seconds: float, prompts: Prompts
+    place: tuple[str, int], mixture: Mixture, k: int | None, seconds: float, requests: Requests
 ) -> float:
-    """Of all answers that were begun within so many seconds."""
-    start_s = time.perf_counter()
+    """While all clients are busy; of those that rest, in the bursts that begin in this time."""
 
-    async def client(i: int) -> int:
-        kind, num_tokens = mixture.kinds[i % len(mixture.kinds)], 0
-        while True:
-            num_tokens += await ask(*place, prompts.body(kind, k))
-            if mixture.rests or time.perf_counter() > start_s + seconds:
-                return num_tokens
+    async def client(i: int, turns: range) -> None:
+        kind = mixture.kinds[i % len(mixture.kinds)]
+        for turn in turns:
+            await ask(*place, requests.body(kind, k, f"{i} {turn}"))
 
-    num_tokens = 0
-    while num_tokens == 0 or (mixture.rests and time.perf_counter() < start_s + seconds):
-        num_tokens += sum(await asyncio.gather(*(client(i) for i in range(mixture.clients))))
-    return num_tokens / (time.perf_counter() - start_s)
+    async def ask_all(turns: range) -> None:
+        await asyncio.gather(*(client(i, turns) for i in range(mixture.clients)))
+
+    if mixture.rests:
+        start_s, before, turn = time.perf_counter(), await generated(place), 0
+        while time.perf_counter() < start_s + seconds:
+            await ask_all(range(turn, turn + 1))
+            turn += 1
+        return (await generated(place) - before) / (time.perf_counter() - start_s)
+    clients = asyncio.create_task(ask_all(range(sys.maxsize)))
+    await asyncio.wait([clients], timeout=seconds / 4)
+    start_s, before = time.perf_counter(), await generated(place)
+    await asyncio.wait([clients], timeout=seconds)
+    elapsed_s, after = time.perf_counter() - start_s, await generated(place)
+    clients.cancel()
+    with suppress(asyncio.CancelledError):  # but not what a client has raised
+        await clients
+    return (after - before) / elapsed_s
 
 
 def row(name: str, clients: int, rates: dict[str, float]) -> Sequence[str]:
@@ -194,20 +231,27 @@ def main() -> None:
     parser.add_argument("--mixtures", nargs="+", default=list(MIXTURES), metavar="NAME")
     parser.add_argument("--most-clients", type=int, default=256, help="leave larger mixtures out")
     parser.add_argument("--vocab-size", type=int, help="prompts are random tokens below this")
+    parser.add_argument(
+        "--set-acceptance", action="store_true", help="of the server's drafts, by kind of request"
+    )
     args = parser.parse_args(sys.argv[1:at])
     if unknown := [name for name in args.mixtures if name not in MIXTURES]:
         parser.error(f"there is no mixture {unknown[0]!r}; there are {', '.join(MIXTURES)}")
     log = Path(tempfile.mkdtemp(prefix="outrider-mixtures-")) / "serve.log"
-    prompts = Prompts(args.vocab_size)
+    requests = Requests(args.vocab_size, sets_acceptance=args.set_acceptance)
     names = [f"k = {k}" if k != "auto" else "auto" for k in args.k]
     ratios = ["auto / plain", "auto / best"] if "auto" in args.k else []
     table = Table("mixture", "clients", *names, *ratios, title="tokens a second")
-    with nullcontext() if args.url else serving(log, sys.argv[at + 1 :]) as server:
-        if server is None:
+    with ExitStack() as stack:
+        if args.url:
             url = urlsplit(args.url)
             place = url.hostname or "127.0.0.1", url.port or 80
         else:
+            acceptance: Literal["seed"] | None = "seed" if args.set_acceptance else None
+            started = serving(log, sys.argv[at + 1 :], tokens_a_step=acceptance)
+            server = stack.enter_context(started)
             place = server.host, server.port
+        print(" | ".join(["mixture", "clients", *names, *ratios]), flush=True)
         for name in args.mixtures:
             mixture = MIXTURES[name]
             if mixture.clients > args.most_clients:
@@ -216,11 +260,12 @@ def main() -> None:
             for _ in range(args.rounds):
                 for k, seen in turns.items():
                     own_k = None if k == "auto" else int(k)
-                    turn = tokens_per_s(place, mixture, own_k, args.seconds, prompts)
+                    turn = tokens_per_s(place, mixture, own_k, args.seconds, requests)
                     seen.append(asyncio.run(turn))
             rates = {k: median(seen) for k, seen in turns.items()}
-            table.add_row(*row(name, mixture.clients, rates))
-            print(name, {k: round(rate) for k, rate in rates.items()}, flush=True)
+            cells = row(name, mixture.clients, rates)
+            table.add_row(*cells)
+            print(" | ".join(cells), flush=True)
     Console(width=120).print(table)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import psutil
@@ -50,12 +51,13 @@ def serving(
     log: Path,
     arguments: Sequence[str],
     *,
-    tokens_a_step: float | None = None,
+    tokens_a_step: float | Literal["seed"] | None = None,
     at_k: int | None = None,
 ) -> Iterator[Serving]:
     """`outrider serve` with these arguments, on a port of its own, until the block is left.
 
-    With `tokens_a_step` its acceptance is set, as set_acceptance.py does it.
+    With `tokens_a_step` its acceptance is set, as set_acceptance.py does it; "seed": by the seeds
+    of requests.
     """
     command = [sys.executable, "-P", "-m", "outrider.server", "serve", "--port", "0", *arguments]
     env = dict(os.environ)

@@ -2,9 +2,11 @@
 
 Every draft is accepted with the same chance, given that those before it are, so that a step gives
 the asked number of tokens on the average: with any k, or with the named k, so that more drafts
-bring more tokens. The kernels run as ever; then their verdict is replaced.
+bring more tokens. Or the chance is the seed's, so that sequences differ. The kernels run as ever;
+then their verdict is replaced.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from outrider.engine.scoring import verifier
 from outrider.kernels.verify.step import SlotContents
 
 MAX_DRAFTS = 32
+SPAN_TOKENS = 64  # after so many, a sequence's chance is that of the other digit of its seed
 
 
 def chance_of(tokens_a_step: float, k: int) -> float:
@@ -32,8 +35,19 @@ def chance_of(tokens_a_step: float, k: int) -> float:
 
 def set_acceptance(tokens_a_step: float, most: int, at_k: int | None = None) -> None:
     """From now on engines of this process verify so; call it before they are made."""
+    _set_chances([chance_of(tokens_a_step, at_k or k) for k in range(most + 1)], by_seed=False)
+
+
+def set_acceptance_by_seed() -> None:
+    """Likewise, but a draft of a sequence whose seed ends in the digits ab is accepted with the
+    chance a / 10, and with b / 10 in every other SPAN_TOKENS tokens of its text.
+    """
+    _set_chances([digit / 10 for digit in range(10)], by_seed=True)
+
+
+def _set_chances(chances: Sequence[float], *, by_seed: bool) -> None:
+    """`chances` are by digit of the seed, or else by the number of drafts."""
     verify = verifier.verify
-    chances = [chance_of(tokens_a_step, at_k or k) for k in range(most + 1)]
     log_chance = torch.tensor(chances).clamp(1e-6, 1 - 1e-6).log()
     by_device: dict[torch.device, Tensor] = {}
 
@@ -58,7 +72,7 @@ def set_acceptance(tokens_a_step: float, most: int, at_k: int | None = None) -> 
         if k:
             _verdict_kernel[(batch,)](
                 out, drafts, anchor, num_drafts, slots.sampling.seed, by_device[logits.device],
-                *at, **common,
+                *at, **common, BY_SEED=by_seed, SPAN=SPAN_TOKENS,
             )  # fmt: skip
         return out
 
@@ -94,25 +108,30 @@ def _verdict_kernel(
     anchor_ptr,  # [B]
     num_drafts_ptr,  # [B]
     seed_ptr,  # [num_slots]
-    log_chance_ptr,  # [k + 1] by the number of drafts
+    log_chance_ptr,  # by the number of drafts, or by a digit of the seed
     token_ids_ptr,  # [num_slots, stride]
     token_ids_stride,
     num_tokens_ptr,  # [num_slots]
     slot_ptr,  # [B]
     k,
     COLUMNS: tl.constexpr,
+    BY_SEED: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     i = tl.program_id(0)
     slot = tl.load(slot_ptr + i).to(tl.int64)
-    anchor = tl.load(anchor_ptr + i)
-    x = anchor * 0x9E3779B1 + tl.load(seed_ptr + slot) * 0x85EBCA77
+    anchor, seed = tl.load(anchor_ptr + i), tl.load(seed_ptr + slot)
+    x = anchor * 0x9E3779B1 + seed * 0x85EBCA77
     for _ in tl.static_range(2):
         x = x & 0xFFFFFFFF
         x = (x ^ (x >> 16)) * 0x45D9F3B
     x = x & 0xFFFFFFFF
     uniform = (((x ^ (x >> 16)) & 0xFFFFFF).to(tl.float32) + 0.5) / (1 << 24)
     num_drafts = tl.load(num_drafts_ptr + i)
-    accepted = (tl.log(uniform) / tl.load(log_chance_ptr + num_drafts)).to(tl.int32)
+    entry = num_drafts
+    if BY_SEED:
+        entry = tl.where(anchor // SPAN % 2 == 0, seed // 10, seed) % 10
+    accepted = (tl.log(uniform) / tl.load(log_chance_ptr + entry)).to(tl.int32)
     accepted = tl.minimum(accepted, num_drafts)
     column = tl.arange(0, COLUMNS)
     drafts = tl.load(drafts_ptr + i * k + column, mask=column < k, other=0)

@@ -21,7 +21,10 @@ if "outrider.engine.processes.process" in sys.orig_argv:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         tokens_a_step, *at_k = os.environ["SET_ACCEPTANCE"].split()
-        module.set_acceptance(float(tokens_a_step), module.MAX_DRAFTS, *map(int, at_k))
+        if tokens_a_step == "seed":
+            module.set_acceptance_by_seed()
+        else:
+            module.set_acceptance(float(tokens_a_step), module.MAX_DRAFTS, *map(int, at_k))
     except BaseException:  # which Python would report and forget
         traceback.print_exc()
         os._exit(1)
