@@ -5,10 +5,12 @@ numbered parts. An MTP head may have a file of its own, which counts if it is th
 index says. Only headers are read here, and torch is not needed.
 """
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import NamedTuple
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -49,14 +51,24 @@ def name_in_text(name: str, renamed: Mapping[str, str] = {}) -> str:
     return name
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """The tensors of a model directory, by name.
+def stored_tensors(folder: Path) -> Mapping[str, Stored]:
+    """The tensors of a model directory, by name. A process reads a directory once, unless its files
+    change in the meantime: a start asks several times, and a large mixture has 90,000 tensors.
 
     Raises WeightFileError if a file is missing or damaged, if the index names a file that does not
     have the tensor, or if two of the files have other bytes under one name.
     """
+    files = sorted(folder.rglob("*.safetensors*"))  # the index is among them
+    stats = [(path, path.stat()) for path in files if path.is_file()]
+    state = ((str(path), st.st_ino, st.st_size, st.st_mtime_ns) for path, st in stats)
+    return _stored_tensors(folder, tuple(state))
+
+
+@functools.lru_cache(maxsize=4)  # a target, its draft, and one more of each
+def _stored_tensors(folder: Path, state: tuple[object, ...]) -> Mapping[str, Stored]:
+    """`state`: of the files, which must change if they do."""
     index = _index(folder)
-    files = _parts(folder) if index is None else indexed_files(folder)
+    files = _parts(folder) if index is None else sorted({*index.values()})
     if missing := [file for file in files if not (folder / file).is_file()]:
         raise WeightFileError(
             f"it is incomplete: {len(missing)} of {len(files)} weight files are missing, "
@@ -81,7 +93,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
                     f"{name} is in {first} and, with other numbers, in {second}: one of them "
                     "belongs to another model; get the model again"
                 )
-    return found
+    return MappingProxyType(found)
 
 
 def indexed_files(folder: Path) -> list[str]:
@@ -104,13 +116,15 @@ def _index(folder: Path) -> dict[str, str] | None:
         return None
     try:
         weight_map = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
-        files = {str(name): PurePosixPath(file) for name, file in weight_map.items()}
+        # Each file once: paths are slow to make, and names are many.
+        files = {file: PurePosixPath(file) for file in set(weight_map.values())}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightFileError(f"{INDEX} is damaged: {error!r}") from error
     for file in files.values():
         if file.is_absolute() or ".." in file.parts:
             raise WeightFileError(f"{INDEX} names {file}, which is outside the model's directory")
-    index = {name: str(file) for name, file in files.items()}  # `./x` has become `x`
+    texts = {file: str(path) for file, path in files.items()}  # `./x` has become `x`
+    index = {name: texts[file] for name, file in weight_map.items()}
     if (folder / _MTP_FILE).is_file():
         own = dict.fromkeys(_header(folder / _MTP_FILE), _MTP_FILE)
         return {name: file for name, file in own.items() if _is_mtp(name)} | index

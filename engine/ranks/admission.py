@@ -1,11 +1,13 @@
 """Which models ranks can share, and on which devices; refused before a process is started."""
 
+import functools
 import sys
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedConfig
 
 from ..config import ConfigError, EngineConfig, ModelConfig
 from ..models.architectures import load_config
@@ -14,7 +16,7 @@ from ..models.formats import take_format
 from ..models.gguf_file import holds_gguf
 from ..models.heads.config import is_head
 from .fit import are_equal
-from .scales import why_scales_cut
+from .scales import ScaledInputs, scaled_inputs
 
 
 def check_ranks(config: EngineConfig, device: torch.device) -> None:
@@ -27,8 +29,11 @@ def check_ranks(config: EngineConfig, device: torch.device) -> None:
     reason = None
     if target.tensor_parallel > 1:
         alone = "leave it out, or run a replica on each GPU"
-        reason = why_not_on(target.tensor_parallel, target, device, alone)
-        reason = reason or _why_not_in_this_process()
+        reason = (
+            Sharing(target, alone=alone).why_not(target.tensor_parallel)
+            or why_not_these_gpus(target.tensor_parallel, device)
+            or _why_not_in_this_process()
+        )
     if reason is not None:
         raise ConfigError(f"target.tensor_parallel is {target.tensor_parallel}, but {reason}")
     if draft is None or draft.tensor_parallel == 1:
@@ -36,16 +41,6 @@ def check_ranks(config: EngineConfig, device: torch.device) -> None:
     reason = _why_not_with(target.tensor_parallel, draft)
     if reason is not None:
         raise ConfigError(f"draft.tensor_parallel is {draft.tensor_parallel}, but {reason}")
-
-
-def why_not_on(
-    num_ranks: int, target: ModelConfig, device: torch.device, alone: str = ""
-) -> str | None:
-    """What keeps the first so many GPUs, or processes on a CPU, from sharing a target; None:
-    nothing does. `alone`: what to do instead, if it cannot be shared at all.
-    """
-    reason = why_not_shared(num_ranks, target, alone=alone)
-    return reason or why_not_these_gpus(num_ranks, device)
 
 
 def _why_not_with(num_ranks: int, draft: ModelConfig) -> str | None:
@@ -56,7 +51,7 @@ def _why_not_with(num_ranks: int, draft: ModelConfig) -> str | None:
         )
     if is_head(draft):
         return "only a draft model can be shared, and this is a head: leave it out"
-    return why_not_shared(num_ranks, draft, "draft", alone="leave it out")
+    return Sharing(draft, "draft", alone="leave it out").why_not(num_ranks)
 
 
 def why_not_these_gpus(size: int, device: torch.device) -> str | None:
@@ -98,30 +93,45 @@ def _why_not_in_this_process() -> str | None:
     return None
 
 
-def why_not_shared(
-    num_ranks: int,
-    model: ModelConfig,
-    role: Literal["target", "draft"] = "target",
-    *,
-    alone: str = "",
-) -> str | None:
-    """What keeps so many ranks from sharing a model; None: nothing does. `alone` as above."""
-    instead = alone and f": {alone}"
-    if holds_gguf(Path(model.path)):
-        return f"the {role} is a GGUF file, which is read whole{instead}"
-    if not (Path(model.path) / "config.json").is_file():
-        return None  # whoever reads it says so
-    config = load_config(model.path, trust_remote_code=model.trust_remote_code)
-    # The configuration is then that of the plain model.
-    quantised = take_format(config, Path(model.path))
-    if reason := why_unknown(config):
-        return f"the {role} runs as transformers has it ({reason}){instead}"
-    family = FAMILIES[config.model_type]
-    cut = family.cut_by(config, num_ranks)
-    if not cut:
-        return None if quantised is None else why_scales_cut(model.path, num_ranks, config, family)
-    if role == "target":
-        numbers = range(1, config.num_attention_heads + 1)
-        choices = [str(n) for n in numbers if not family.cut_by(config, n)]
-        instead = f": set it to {' or '.join(choices)}"
-    return f"it does not divide {', '.join(cut)}{instead}"
+class Sharing:
+    """Which numbers of ranks can share a model. Its files are read once, and only if asked for."""
+
+    def __init__(
+        self, model: ModelConfig, role: Literal["target", "draft"] = "target", *, alone: str = ""
+    ) -> None:
+        """`alone`: what to do instead, if it cannot be shared at all."""
+        self._model, self._role, self._alone = model, role, alone
+
+    def why_not(self, num_ranks: int) -> str | None:
+        """What keeps so many ranks from sharing it; None: nothing does."""
+        instead = self._alone and f": {self._alone}"
+        if holds_gguf(Path(self._model.path)):
+            return f"the {self._role} is a GGUF file, which is read whole{instead}"
+        if not (Path(self._model.path) / "config.json").is_file():
+            return None  # whoever reads it says so
+        config, _ = self._config
+        if reason := why_unknown(config):
+            return f"the {self._role} runs as transformers has it ({reason}){instead}"
+        family = FAMILIES[config.model_type]
+        if cut := family.cut_by(config, num_ranks):
+            if self._role == "target":
+                numbers = range(1, config.num_attention_heads + 1)
+                choices = [str(n) for n in numbers if not family.cut_by(config, n)]
+                instead = f": set it to {' or '.join(choices)}"
+            return f"it does not divide {', '.join(cut)}{instead}"
+        reasons = (inputs.why_cut(num_ranks) for inputs in self._scaled_inputs)
+        return next(filter(None, reasons), None)
+
+    @functools.cached_property
+    def _config(self) -> tuple[PreTrainedConfig, bool]:
+        """Of the plain model, and whether it is quantised."""
+        model = self._model
+        config = load_config(model.path, trust_remote_code=model.trust_remote_code)
+        return config, take_format(config, Path(model.path)) is not None
+
+    @functools.cached_property
+    def _scaled_inputs(self) -> list[ScaledInputs]:
+        config, is_quantised = self._config
+        if not is_quantised:
+            return []
+        return scaled_inputs(self._model.path, config, FAMILIES[config.model_type])

@@ -42,10 +42,13 @@ def choose_ranks(config: EngineConfig) -> EngineConfig:
     room_bytes = room_for_weights(total_bytes, utilization)
     if fewest_gpus(weights, room_bytes, [1]) is not None:
         return config
-    from .admission import why_not_on, why_not_shared  # imports the families of models: seconds
+    from .admission import Sharing, why_not_these_gpus  # imports the families of models: seconds
 
     num_gpus = torch.cuda.device_count()
-    why_not = {n: why_not_on(n, target, device) for n in range(2, num_gpus + 1)}
+    sharing = Sharing(target)
+    why_not = {
+        n: sharing.why_not(n) or why_not_these_gpus(n, device) for n in range(2, num_gpus + 1)
+    }
     numbers = [1, *(n for n, reason in why_not.items() if reason is None)]
     # A single GPU is refused only if it cannot hold the weights: the engine measures its steps.
     most_bytes = utilization * total_bytes
@@ -66,10 +69,8 @@ def choose_ranks(config: EngineConfig) -> EngineConfig:
             log.warning("%s, so there is no draft model: %s", text, draft.instead)
             return choose_ranks(without)
     if num is None:
-        # Only of numbers that have room is it asked, for that reads the files' headers.
-        least = fewest_gpus(weights, room_bytes, range(2, _MOST_ADVISED))
-        more = () if least is None else range(least, _MOST_ADVISED)
-        enough = next((n for n in more if why_not_shared(n, target) is None), None)
+        can_share = (n for n in range(2, _MOST_ADVISED) if sharing.why_not(n) is None)
+        enough = fewest_gpus(weights, room_bytes, can_share)
         advised = [f"{enough} GPUs of this size"] if enough else []
         advised += [*_changes_that_fit(config, most_bytes, numbers), "a checkpoint in fewer bits"]
         if len(numbers) == 1 and (reason := why_not.get(2)):

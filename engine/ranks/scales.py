@@ -3,9 +3,10 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedConfig
@@ -26,22 +27,35 @@ _ALL_EXPERTS = ".experts.down_proj"
 _PLAIN = {"BF16", "F16", "F32", "F64"}
 
 
-def why_scales_cut(
-    path: str, num_ranks: int, config: PreTrainedConfig, family: type[Family]
-) -> str | None:
-    """Which layer of a quantised model so many ranks cannot share, and how many can; None: there is
-    none, or its files are not as expected, which whoever reads them says.
+class ScaledInputs(NamedTuple):
+    """The inputs of a quantised layer, which ranks share."""
+
+    layer: str
+    num_in: int
+    group: int  # inputs that have a scale
+    has_order: bool  # groups are not of neighbours
+
+    def why_cut(self, num_ranks: int) -> str | None:
+        """Why so many ranks cannot share them, and how many can; None: they can."""
+        return why_cut(self.layer, num_ranks, self.num_in, self.group, has_order=self.has_order)
+
+
+def scaled_inputs(path: str, config: PreTrainedConfig, family: type[Family]) -> list[ScaledInputs]:
+    """Of the layers of a quantised model, in order, the first with each width and group; up to one
+    whose files are not as expected, which whoever reads them says.
     """
+    found: dict[tuple[int, int, bool], ScaledInputs] = {}
     try:
-        return _first_cut(Path(path), num_ranks, config.num_hidden_layers, family.renamed)
+        for each in _scaled_inputs(Path(path), config.num_hidden_layers, family.renamed):
+            found.setdefault(each[1:], each)
     except (ArithmeticError, LookupError, TypeError, ValueError):
         log.debug("the groups of inputs cannot be counted", exc_info=True)
-        return None
+    return [*found.values()]
 
 
-def _first_cut(
-    folder: Path, num_ranks: int, num_layers: int, renamed: Mapping[str, str]
-) -> str | None:
+def _scaled_inputs(
+    folder: Path, num_layers: int, renamed: Mapping[str, str]
+) -> Iterator[ScaledInputs]:
     layers: dict[str, dict[str, Stored]] = defaultdict(dict)
     for stored_name, stored in stored_tensors(folder).items():
         found = SHARED.fullmatch(name_in_text(stored_name, renamed))
@@ -60,9 +74,7 @@ def _first_cut(
         group = next((size for size in sizes if -(-num_in // size) == num_groups), num_in)
         index = parts.get("g_idx") or parts.get("weight_g_idx")
         has_order = index is not None and bool((np.diff(_integers(index)) < 0).any())
-        if reason := why_cut(layer, num_ranks, num_in, group, has_order=has_order):
-            return reason
-    return None
+        yield ScaledInputs(layer, num_in, group, has_order)
 
 
 def _groups_in(parts: Mapping[str, Stored]) -> tuple[int, int]:

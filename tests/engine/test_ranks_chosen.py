@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import Tiny, change_tensor
 
 from outrider.engine.config import ConfigError, EngineConfig, ModelConfig
-from outrider.engine.ranks import choice, fit
-from outrider.engine.ranks.admission import why_not_shared
+from outrider.engine.ranks import choice, fit, scales
+from outrider.engine.ranks.admission import Sharing
 from outrider.engine.ranks.choice import choose_ranks, pair_weights
 
 Machine = Callable[..., None]
@@ -161,18 +161,21 @@ def test_what_cannot_be_shared_is_on_one_gpu_or_refused(tiny_model: Tiny, machin
 
 
 def test_a_number_that_would_cut_scales_is_not_chosen(
-    tiny_model: Tiny, tmp_path: Path, machine: Machine
+    tiny_model: Tiny, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four ranks would divide its heads and widths, too."""
+    """Four ranks would divide its heads and widths, too. Its layers are looked through once."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
     torch.manual_seed(0)
     config = on_gpu(quantise(tiny_model(**sizes), tmp_path, "fp8 of blocks"))
-    assert why_not_shared(4, config.target) is not None
+    assert Sharing(config.target).why_not(4) is not None
     machine(*[gpu_for(config, 2)] * 4)
     assert chosen(config) == 2
     machine(*[gpu_for(config, 4)] * 4)
+    looked, groups_in = [], scales._groups_in
+    monkeypatch.setattr(scales, "_groups_in", lambda parts: looked.append(0) or groups_in(parts))
     with pytest.raises(ConfigError, match="with room for"):
         choose_ranks(config)
+    assert len(looked) == 2 * 8
 
 
 def test_a_gguf_file_is_counted_unpacked_and_not_shared(tmp_path: Path, machine: Machine) -> None:

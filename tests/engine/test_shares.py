@@ -16,7 +16,7 @@ from outrider.engine.models.checkpoint import Checkpoint
 from outrider.engine.models.families import FAMILIES
 from outrider.engine.models.shares import Share
 from outrider.engine.ranks import scales
-from outrider.engine.ranks.admission import why_not_shared
+from outrider.engine.ranks.admission import Sharing
 
 LIKE_OTHERS = {"cwm": "qwen2", "ministral": "qwen2"}  # the same code reads them
 # A Granite hybrid has one group of heads, as published ones have, which ranks cannot share.
@@ -154,7 +154,7 @@ def test_files_that_are_not_as_expected_are_left_to_the_loader(
 ) -> None:
     path = quantise(tiny_model("qwen3", **WIDE), tmp_path, "awq")
     change_tensor(path, "model.layers.0.self_attn.o_proj.qzeros", torch.zeros(shape))
-    assert why_not_shared(2, ModelConfig(path=str(path))) is None
+    assert Sharing(ModelConfig(path=str(path))).why_not(2) is None
 
 
 @pytest.mark.parametrize(
@@ -184,4 +184,4 @@ def check_headers(path: Path) -> None:
             load(str(path), Share(0, size))
         except UnsupportedModelError as refused:
             late = str(refused).partition(" cannot be served: ")[2]
-        assert why_not_shared(size, ModelConfig(path=str(path))) == late
+        assert Sharing(ModelConfig(path=str(path))).why_not(size) == late

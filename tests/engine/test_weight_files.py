@@ -12,8 +12,14 @@ from safetensors.torch import load_file, save_file
 from tiny_models import DEVICE, Tiny, change_config, split_weights, write_index
 
 from outrider.engine.config import ConfigError, ModelConfig
+from outrider.engine.models import weight_files
 from outrider.engine.models.loading import load_network
-from outrider.engine.models.weight_files import WeightFileError, stored_tensors, unread_files
+from outrider.engine.models.weight_files import (
+    Stored,
+    WeightFileError,
+    stored_tensors,
+    unread_files,
+)
 
 FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
 INDEX = "model.safetensors.index.json"
@@ -189,3 +195,27 @@ def test_a_model_with_code_of_its_own_is_read_by_the_same_rule(
     network = load_network(config, DEVICE)
     assert type(network.model).__name__ == "OwnForCausalLM"  # type: ignore[attr-defined]
     torch.testing.assert_close(run_prompt(network).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_headers_are_read_once_until_a_file_changes(
+    own_copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, read = own_copy("llama"), list[str]()
+    split_weights(model)
+    header = weight_files._header
+
+    def noted(path: Path) -> dict[str, Stored]:
+        read.append(path.name)
+        return header(path)
+
+    monkeypatch.setattr(weight_files, "_header", noted)
+    first = stored_tensors(model)
+    logits(model)
+    assert stored_tensors(model) is first
+    assert read == [FIRST, SECOND]
+    tensors = load_file(model / SECOND)
+    save_file(tensors, model / SECOND, metadata={"format": "pt", "now": "longer"})
+    name = next(iter(tensors))
+    assert stored_tensors(model)[name].start > first[name].start
+    (model / SECOND).unlink()
+    check_refused(model, "1 of 2 weight files are missing")
