@@ -4,11 +4,13 @@ import difflib
 import json
 import math
 import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..config.flags import flag_names
 from ..config.model_names import looks_like_path
 from ..config.settings import Settings
 from ..config.settings_loader import SettingsError, load_settings, shipped_configs
@@ -76,22 +78,49 @@ def missing_model(settings: Settings) -> str | None:
     return None
 
 
-def chosen(
-    model: str | None, draft: str | None, config: Path | None
-) -> tuple[Path | None, dict[str, object]]:
-    """The config file and the flags of a command that takes MODEL, --draft and --config.
+def pair_settings(
+    model: str | None,
+    draft: str | None,
+    config: Path | None,
+    assignments: Sequence[str] | None,
+    flags: Mapping[str, object] | None = None,
+) -> Settings:
+    """The settings of a command that takes MODEL, --draft, --config and --set.
 
     MODEL may itself be a config file: a path that ends in .toml, or the name of one of ours. A
-    draft that is named is used, whatever proposer the file has.
+    draft that is named is used, whatever proposer the file has; with one that is named as well and
+    has no model, it is refused. `flags` are those of settings, by `section.key`.
     """
-    flags: dict[str, object] = {"draft.model": draft}
-    if draft is not None:
-        flags["speculation.proposer"] = "auto"
+    flags = dict(flags or {})
+    named: dict[str, object] = {"draft.model": draft}
+    if draft is not None and not names_proposer(assignments, flags):
+        named["speculation.proposer"] = "auto"
     if config is None and model is not None and _is_config(model):
-        return Path(model), flags
-    if model is not None and (nearest := _nearest_config(model)):
+        config = Path(model)
+    elif model is not None and (nearest := _nearest_config(model)):
         give_up(f"no model or config {model!r}; did you mean the config {nearest!r}?", 2)
-    return config, {"target.model": model, **flags}
+    elif model is not None and flags.get("target.model"):
+        give_up("MODEL and --model name the same thing: give one of them", 2)
+    else:
+        named["target.model"] = model
+    given = named | {key: value for key, value in flags.items() if value is not None}
+    settings = settings_or_exit(config, assignments, given, flag_names() if flags else None)
+    proposer = settings.speculation.proposer
+    if draft is not None and {"auto", "draft_model"}.isdisjoint(proposer):
+        give_up(
+            f"--draft is of no use if speculation.proposer is {', '.join(proposer)}: add "
+            "draft_model to it, or leave it out",
+            2,
+        )
+    return settings
+
+
+def names_proposer(assignments: Sequence[str] | None, flags: Mapping[str, object]) -> bool:
+    """Whether a command says by which sources to draft."""
+    return flags.get("speculation.proposer") is not None or any(
+        assignment.partition("=")[0].strip() == "speculation.proposer"
+        for assignment in assignments or ()
+    )
 
 
 def _is_config(model: str) -> bool:
@@ -109,9 +138,9 @@ def _nearest_config(model: str) -> str | None:
 
 def settings_or_exit(
     config: Path | None,
-    assignments: list[str] | None,
-    flags: dict[str, object] | None = None,
-    flag_names: dict[str, str] | None = None,
+    assignments: Sequence[str] | None,
+    flags: Mapping[str, object] | None = None,
+    flag_names: Mapping[str, str] | None = None,
 ) -> Settings:
     """Load the settings of a command; if they are wrong, say why and exit with status 2."""
     try:

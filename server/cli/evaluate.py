@@ -17,9 +17,8 @@ from .config import (
     DraftOption,
     ModelOrConfigArgument,
     SetOption,
-    chosen,
     finite,
-    settings_or_exit,
+    pair_settings,
 )
 from .errors import check_folders, errors_shown, give_up
 from .progress import ProgressDisplay
@@ -87,8 +86,7 @@ def evaluate_command(
     assignments: SetOption = None,
 ) -> None:
     """Measure how many drafts are accepted, and the speed compared with plain decoding."""
-    config, named = chosen(model, draft, config)
-    settings = settings_or_exit(config, assignments, named)
+    settings = pair_settings(model, draft, config, assignments)
     speculation = settings.speculation
     if speculation.proposer == ("none",) or speculation.num_speculative_tokens == 0:
         give_up(

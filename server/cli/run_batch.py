@@ -13,8 +13,7 @@ from .config import (
     DraftOption,
     ModelOrConfigArgument,
     SetOption,
-    chosen,
-    settings_or_exit,
+    pair_settings,
 )
 from .errors import errors_shown
 from .progress import ProgressDisplay
@@ -50,8 +49,7 @@ def run_batch_command(
     and requests wait for it. The exit status is 1 if it cannot start, or if
     all requests failed.
     """
-    config, named = chosen(model, draft, config)
-    settings = settings_or_exit(config, assignments, named)
+    settings = pair_settings(model, draft, config, assignments)
     with errors_shown(), _opened("--input", input_file) as given:
         _check_output(output_file, given)
         num_done, num_failed = run_until_ended(_run(settings, given, output_file))

@@ -4,15 +4,14 @@ from typing import Annotated
 
 import typer
 
-from ..config.flags import flag_names
 from .config import (
     ConfigOption,
     DraftOption,
     ModelOrConfigArgument,
     SetOption,
-    chosen,
     missing_model,
-    settings_or_exit,
+    names_proposer,
+    pair_settings,
 )
 from .errors import give_up
 from .setting_flags import DRAFT, with_setting_flags
@@ -54,30 +53,14 @@ def _serve(
     """
     flags = dict(flags or {})
     k = flags["speculation.num_speculative_tokens"]
-    is_named = flags["speculation.proposer"] is not None or any(
-        assignment.partition("=")[0].strip() == "speculation.proposer"
-        for assignment in assignments or ()
-    )
-    if no_draft and (draft is not None or k not in (None, "0") or is_named):
+    asks_for_drafts = draft is not None or k not in (None, "0")
+    if no_draft and (asks_for_drafts or names_proposer(assignments, flags)):
         give_up("--no-draft excludes --draft, -k and --proposer", 2)
-    config, named = chosen(model, draft, config)
-    if named.get("target.model") and flags["target.model"]:
-        give_up("MODEL and --model name the same thing: give one of them", 2)
     if no_draft:
         flags["speculation.proposer"] = "none"
-    if is_named:
-        named.pop("speculation.proposer", None)  # of --draft, which does not go before it
-    given = named | {key: value for key, value in flags.items() if value is not None}
-    settings = settings_or_exit(config, assignments, given, flag_names())
+    settings = pair_settings(model, draft, config, assignments, flags)
     proposer = settings.speculation.proposer
-    without_model = {"auto", "draft_model"}.isdisjoint(proposer)
-    if draft is not None and without_model:
-        give_up(
-            f"--draft is of no use if the proposer is {', '.join(proposer)}: add --proposer "
-            "draft_model, or leave --proposer out",
-            2,
-        )
-    if k not in (None, "0") and without_model:
+    if k not in (None, "0") and {"auto", "draft_model"}.isdisjoint(proposer):
         give_up(
             f"-k {k} is for a draft model alone, and speculation.proposer is "
             f"{', '.join(proposer)}: leave -k out, or set --proposer auto",

@@ -436,7 +436,37 @@ def test_a_draft_drafts_beside_no_source_that_was_not_named(
         assert only == ("prediction", "grammar", "draft_model")
         result = CliRunner().invoke(app, ["serve", *named, f"{proposer}suffix"])
         assert result.exit_code == 2
-        assert "add --proposer draft_model" in result.output
+        assert "add draft_model to it, or leave it out" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "prepares"),
+    [
+        (["evaluate"], "models.pair.prepare_pair"),
+        (["run-batch", "--input", "in.jsonl", "--output", "out.jsonl"], "cli.run_batch._run"),
+    ],
+)
+def test_other_commands_obey_a_proposer_beside_a_draft_as_serve_does(
+    command: list[str], prepares: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Settings] = []
+
+    def prepared(settings: Settings, *_: object) -> NoReturn:
+        asked.append(settings)
+        raise ValueError("so far")
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").touch()
+    monkeypatch.setattr(f"outrider.server.{prepares}", prepared)
+    named = [*command, "a/b", "--draft", "c/d", "--set"]
+    CliRunner().invoke(app, [*named, "speculation.proposer=draft_model"])
+    assert [each.speculation.proposer for each in asked] == [
+        ("prediction", "grammar", "draft_model")
+    ]
+    result = CliRunner().invoke(app, [*named, "speculation.proposer=suffix"])
+    assert result.exit_code == 2
+    assert "--draft is of no use if speculation.proposer is" in " ".join(result.output.split())
+    assert len(asked) == 1
 
 
 def test_the_version_is_shown() -> None:
