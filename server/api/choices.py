@@ -50,8 +50,8 @@ class ChoicesAnswer(Answer):
         self._include_usage = self._stream_options.include_usage or service.settings.include_usage
         self._is_predicted = body.prediction is not None
         self._begun: set[int] = set()  # choices of which something was sent
-        self._has_begun = False  # whether a chunk was sent: the first may say more than others
-        self._frame: tuple[str, str] | None = None  # JSON around the choices of all others
+        # JSON around the choices of all chunks but the first, which may say more.
+        self._frame: tuple[str, str] | None = None
 
     @abstractmethod
     def _choices(self, delta: Delta, *, first: bool) -> Sequence[APIResponse]:
@@ -163,12 +163,12 @@ class ChoicesAnswer(Answer):
         return chunk
 
     def _chunk(self, choice: APIResponse) -> str:
-        options, is_first = self._stream_options, not self._has_begun
-        self._has_begun = True
-        if is_first or options.continuous_usage_stats or options.include_obfuscation:
+        if self._stream_options.continuous_usage_stats or self._stream_options.include_obfuscation:
             return self._event(self._chunk_of(choice))
         if self._frame is None:
+            first = self._chunk_of(choice)
             self._frame = _around_choices(self._chunk_of())
+            return self._event(first)
         before, after = self._frame
         return server_sent(f"{before}{choice.to_json()}{after}")
 
