@@ -22,6 +22,9 @@ class Scorer:
         returns has `num_logits` rows of logits.
         """
         num_prompt = max(0, min(MAX_PROMPT_LOGITS, num_rows - num_logits))
+        if 1 < num_rows == num_prompt + num_logits:
+            # With one fewer, rows with logits are gathered in front of the last MLP.
+            self._target.rehearse(num_rows, num_rows - 1)
         scored = self._target.rehearse(num_rows, num_prompt + num_logits)
         # Two at least: where verification may read all rows, few of a step still score its prompt.
         rows = scored.logits[: max(2, num_prompt), : self._vocab_size]

@@ -63,8 +63,10 @@ def test_the_largest_step_fills_its_rows_and_leaves_nothing(
     monkeypatch.setattr(engine.worker.pair.target, "forward", recorded)
     before = [part[:-1].clone() for part in engine.worker.slots.state[:2]]  # the last is nobody's
     engine.worker.rehearse()
-    n = max_num_seqs
-    assert shapes == [(n, 4 * n, n), largest]  # a verification of all, and a prompt
+    n, (num_seqs, num_rows, num_logits) = max_num_seqs, largest
+    # A verification of all, and a prompt: also with a row that gets no logits.
+    gathers = [(num_seqs, num_rows, num_rows - 1)] if num_logits == num_rows else []
+    assert shapes == [(n, 4 * n, n), *gathers, largest]
     for step in engine.worker.short_steps():
         step()
     assert {(n, n, n) for n in padded_sizes(max_num_seqs)} <= set(shapes)
