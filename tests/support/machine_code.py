@@ -159,6 +159,15 @@ def disassembled(kernel: Any) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def check_products(kernels: list[Any]) -> None:
+    """They multiply on tensor cores, and overwrite no factor that is still multiplied."""
+    assert kernels
+    for kernel in kernels:
+        num_products, early = overwritten_factors(disassembled(kernel))
+        assert num_products > 0
+        assert early == []
+
+
 def overwritten_factors(code: str) -> tuple[int, list[str]]:
     """How many wgmmas of loops take a factor from registers, and what writes one too early.
 
