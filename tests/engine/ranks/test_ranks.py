@@ -1,18 +1,13 @@
-"""A target that two ranks share: the answers, and what happens when one of them is lost.
+"""A target that two ranks share: its answers, and what ranks agree on.
 
 On a GPU machine each rank has a GPU (`make gpu-ranks`); elsewhere ranks are processes on the CPU.
 """
 
 import os
-import signal
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,23 +16,21 @@ import torch
 from counted_graphs import without_gpu
 from distributions import bound, chi_squared, total_variation
 from engines import GREEDY, engine_config, prompts, run, sampling_config, tokens
-from forked_ranks import forked
 from heads import save_tiny_head
 from mtp import save_tiny_hybrid, save_tiny_mtp_model
 from target_distribution import joint, sample
 from tiny_models import DEVICE, VOCAB, Tiny
+from two_ranks import with_shared_draft
 
 from outrider.engine.api import RequestOutput, SamplingParams, ignore_progress
-from outrider.engine.config import ConfigError, DraftVocabulary, EngineConfig, ModelConfig
+from outrider.engine.config import DraftVocabulary, EngineConfig, ModelConfig
 from outrider.engine.engine import Engine
-from outrider.engine.models import loading, pair
-from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models import loading
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.shares import WHOLE, Share
-from outrider.engine.ranks import admission, followers, own_shares
 from outrider.engine.ranks import group as group_module
-from outrider.engine.ranks.followers import RankLostError
+from outrider.engine.ranks import own_shares
 from outrider.engine.ranks.group import RankGroup
 from outrider.engine.ranks.shared_decoder import SharedDecoder
 from outrider.engine.ranks.shared_host_pages import SharedHostPages
@@ -48,59 +41,6 @@ SOME = ["qwen2"]  # with biases of q, k and v
 OTHERS = ["llama", "mistral", "phi3", "qwen3_moe", "glm4_moe", "granitemoe"]
 STEPS = ["PeerMemory", "connect", "compile", "try_out"]  # to memory that GPUs read of each other
 PROMPTS = prompts([3, 17, 9, 40], VOCAB)
-
-
-def shared(config: EngineConfig, size: int = 2) -> EngineConfig:
-    target = replace(config.target, tensor_parallel=size)
-    return replace(config, target=target, num_threads=1)
-
-
-def with_shared_draft(config: EngineConfig, size: int = 2) -> EngineConfig:
-    assert config.draft is not None
-    return replace(config, draft=replace(config.draft, tensor_parallel=size))
-
-
-@pytest.fixture
-def start(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[EngineConfig], Engine]]:
-    """Start an engine of two ranks; afterwards, all processes have ended.
-
-    They leave no file while they run: so there is none however they end, even killed.
-    """
-    if DEVICE.type == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    engines = []
-    temporary = tmp_path_factory.mktemp("temporary")
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-
-    def started(config: EngineConfig) -> Engine:
-        if DEVICE.type == "cuda":
-            engines.append(Engine(shared(config)))
-            ranks = engines[-1].worker.followers
-            assert ranks is not None
-            # Else this would test NCCL alone.
-            by_nccl = os.environ.get("NCCL_P2P_DISABLE") == "1"
-            assert (ranks.group._peers is None) == by_nccl
-        else:
-            with forked():
-                engines.append(Engine(shared(config)))
-        return engines[-1]
-
-    yield started
-    left = list(temporary.iterdir())
-    for engine in engines:
-        engine.worker.close()
-        with pytest.raises(ProcessLookupError):
-            os.kill(follower_of(engine), 0)
-    assert left == []
-
-
-def follower_of(engine: Engine) -> int:
-    ranks = engine.worker.followers
-    assert ranks is not None
-    (pid,) = ranks.pids
-    return pid
 
 
 def prompt_logprobs(outputs: list[list[RequestOutput]]) -> torch.Tensor:
@@ -273,29 +213,6 @@ def test_the_joint_of_two_ranks_is_the_targets(
     assert 0 < sum(stats.accepted_per_position) < sum(stats.drafted_per_position)
 
 
-@pytest.mark.skipif(
-    DEVICE.type == "cuda",
-    reason="a GPU waits for the lost rank for ever, so that this process would end",
-)
-def test_a_follower_that_dies_or_hangs_ends_the_step(
-    tiny_model: Tiny,
-    draft: Path,
-    start: Callable[[EngineConfig], Engine],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(followers, "HUNG_AFTER_S", 1.5)
-    for number, reason in (
-        (signal.SIGKILL, r"rank 1 of the target: killed by signal 9"),
-        (signal.SIGSTOP, r"rank 1 of the target: it has not been heard for 1\.5 s"),
-    ):
-        engine = start(with_shared_draft(engine_config(tiny_model(), draft)))
-        assert run(engine, PROMPTS[:1], GREEDY)
-        os.kill(follower_of(engine), number)
-        with pytest.raises(RankLostError, match=reason):
-            run(engine, PROMPTS, GREEDY)
-        engine.worker.close()
-
-
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="counts what runs in place of graphs")
 def test_all_ranks_run_a_shape_once_and_then_only_capture_it(
     tiny_model: Tiny, start: Callable[[EngineConfig], Engine], monkeypatch: pytest.MonkeyPatch
@@ -382,117 +299,6 @@ def test_no_graph_is_left_when_the_group_ends(
     assert left == [{}, {}]
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="what is captured cannot fail in this way")
-def test_a_shared_draft_that_fails_ends_the_engine(
-    tiny_model: Tiny,
-    draft: Path,
-    start: Callable[[EngineConfig], Engine],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The other ranks are left in its pass: what the first exchanged next would be taken for it."""
-    engine = start(with_shared_draft(engine_config(tiny_model(), draft)))
-    monkeypatch.setattr(followers, "_NEWS_S", 0.0)
-    monkeypatch.setattr(engine.worker.pair.draft, "embedded", Mock(side_effect=MemoryError("full")))
-    with pytest.raises(MemoryError, match="full"):
-        run(engine, PROMPTS, GREEDY)
-
-
-def first_frame_of(follower: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What is heard of a process that runs this code, with the socket `s`; None: its loss."""
-    code = f"import socket, sys, time; s = socket.socket(fileno=int(sys.argv[1])); {follower}"
-    monkeypatch.setattr(followers, "_COMMAND", (sys.executable, "-c", code))
-    meeting_fd, lost = os.memfd_create("meeting"), followers._Loss()
-    one = followers._Follower(1, EngineConfig(target=ModelConfig(path="")), meeting_fd, lost)
-    answer = one.answers.get(timeout=30)
-    followers._end([one], lost, RankGroup(0, 2))
-    os.close(meeting_fd)
-    return answer, lost.reason
-
-
-def test_a_follower_may_start_slowly_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its first word it imports torch, from a cold disk perhaps."""
-    monkeypatch.setattr(followers, "HUNG_AFTER_S", 0.2)
-    words = [(int(op).to_bytes(8, "little") + bytes(16)) for op in (Op.ALIVE, Op.ANSWER)]
-    speaks = f"time.sleep(0.5); s.sendall({words[0]!r} + {words[1]!r}); time.sleep(60)"
-    answer, reason = first_frame_of(speaks, monkeypatch)
-    assert answer is not None
-    assert reason is None
-    monkeypatch.setattr(followers, "FIRST_WORD_S", 0.1)
-    answer, reason = first_frame_of("time.sleep(60)", monkeypatch)
-    assert answer is None
-    assert reason == "rank 1 of the target: it has not been heard for 0.1 s"
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="forks this process")
-def test_a_follower_that_dies_where_ranks_meet_ends_the_engine(
-    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first would wait for it for half an hour."""
-    path = tiny_model()
-
-    def die(group: RankGroup, *_: Any) -> None:
-        os._exit(9)
-
-    def start() -> None:
-        monkeypatch.setattr(followers, "_GRACE_S", 0.2)
-        join = RankGroup.join
-        monkeypatch.setattr(
-            RankGroup, "join", lambda group, *args: (die if group.rank else join)(group, *args)
-        )
-        with forked():
-            Engine(shared(engine_config(path)))
-
-    assert exit_code_of(start) == 1
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="needs no GPU")
-def test_an_engine_beside_another_of_the_process_is_refused(
-    tiny_model: Tiny, start: Callable[[EngineConfig], Engine]
-) -> None:
-    config = engine_config(tiny_model())
-    engine = start(config)
-    with pytest.raises(ConfigError, match=r"torch\.distributed is in use in this process.*close"):
-        Engine(shared(config))
-    engine.worker.close()
-    start(config)
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="forks this process")
-def test_a_process_goes_on_while_its_group_takes_long_to_end(
-    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tiny_model()
-
-    def start_and_close() -> None:
-        monkeypatch.setattr(followers, "_GRACE_S", 0.1)
-        with forked():
-            engine = Engine(shared(engine_config(path)))
-        leave = RankGroup.leave
-        monkeypatch.setattr(RankGroup, "leave", lambda group: (time.sleep(1), leave(group)))
-        engine.worker.close()
-
-    assert exit_code_of(start_and_close) == 0
-
-
-def exit_code_of(run_it: Callable[[], None]) -> int | None:
-    """Of a process forked from this one; None if it hangs."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            run_it()
-            os._exit(0)
-        finally:
-            os._exit(2)
-    deadline = time.monotonic() + 30
-    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if ended[0] == 0:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        return None
-    return os.waitstatus_to_exitcode(ended[1])
-
-
 @pytest.mark.parametrize(
     ("fails", "reason"),
     [
@@ -543,26 +349,6 @@ def test_peer_memory_is_left_alone_if_one_rank_has_none(
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="its ranks are forked from what is changed here")
-def test_a_follower_that_cannot_load_says_why_once(
-    tiny_model: Tiny,
-    start: Callable[[EngineConfig], Engine],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    load = pair.load_network
-
-    def refused(*args: Any, share: Share = WHOLE, **options: Any) -> Any:
-        if share.rank == 1:
-            raise UnsupportedModelError("its share is damaged")
-        return load(*args, share=share, **options)
-
-    monkeypatch.setattr(pair, "load_network", refused)
-    with pytest.raises(ConfigError, match=r"^rank 1 of the target: its share is damaged$"):
-        start(engine_config(tiny_model()))
-    assert "damaged" not in "".join(capfd.readouterr())
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="its ranks are forked from what is changed here")
 def test_pages_are_as_many_as_the_rank_with_the_least_room_has(
     tiny_model: Tiny, start: Callable[[EngineConfig], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -594,80 +380,3 @@ def test_shares_of_two_ranks_make_the_whole(tiny_model: Tiny) -> None:
             rows = torch.cat((own, other), dim)
             found = {tuple(row) for row in rows.movedim(dim, 0).tolist()}
             assert found == {tuple(row) for row in matrix.movedim(dim, 0).tolist()}
-
-
-@pytest.mark.parametrize(
-    ("size", "architecture", "reason"),
-    [
-        (3, "llama", r"does not divide .*num_key_value_heads 2: set it to 1 or 2 or 4$"),
-        (4, "gpt_oss", r"does not divide intermediate_size 64 in groups of 32: set it to 1 or 2$"),
-        (2, "granitemoehybrid", r"does not divide mamba_n_groups 1: set it to 1$"),
-        (2, "gemma2", "runs as transformers has it .*: leave it out, or run a replica on each GPU"),
-        (0, "llama", "target.tensor_parallel is 0; it is at least 1"),
-    ],
-)
-def test_a_target_that_cannot_be_shared_is_refused_at_once(
-    size: int,
-    architecture: str,
-    reason: str,
-    tiny_model: Tiny,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Before a process is started, or a weight is read."""
-    monkeypatch.setattr(followers, "Followers", None)
-    monkeypatch.setattr(pair, "load_network", None)
-    with pytest.raises(ConfigError, match=reason):
-        Engine(shared(engine_config(tiny_model(architecture)), size))
-
-
-@pytest.mark.parametrize(
-    ("gpus", "reason"),
-    [
-        ([("H100", 80), ("H100", 80)], None),
-        (
-            [("H100", 80), ("A100", 80)],
-            "the GPUs are A100 and H100, but ranks need GPUs of one model: ",
-        ),
-        ([("H100", 80), ("H100", 64)], "the GPUs have 80, 64 GiB, and all get shares of the same"),
-        ([("H100", 80)], "1 GPUs are visible: set it to 1 at most"),
-    ],
-)
-def test_ranks_have_gpus_of_one_kind(
-    gpus: list[tuple[str, int]], reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each takes the kernels for its own."""
-    made = [SimpleNamespace(name=name, total_memory=gib << 30) for name, gib in gpus]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(made))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: made[i])
-    found = admission.why_not_these_gpus(2, torch.device("cuda"))
-    assert (found or "").startswith(reason or "")
-    assert (found is None) == (reason is None)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "size", "draft", "reason"),
-    [
-        (1, 2, {}, "target.tensor_parallel is 1, and a draft is whole on the first of its ranks"),
-        (4, 2, {}, "target.tensor_parallel is 4, .* leave it out, or set both to one number"),
-        (2, 4, {}, "target.tensor_parallel is 2, .* leave it out, or set both to one number"),
-        (2, 2, {"architecture": "gemma2"}, "the draft runs as transformers has it .*: leave it"),
-        (2, 2, {"intermediate_size": 63}, "does not divide intermediate_size 63: leave it out"),
-        (2, 2, None, "only a draft model can be shared, and this is a head: leave it out"),
-    ],
-)
-def test_a_draft_that_cannot_be_shared_is_refused_at_once(
-    ranks: int,
-    size: int,
-    draft: dict[str, Any] | None,
-    reason: str,
-    tiny_model: Tiny,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(followers, "Followers", None)
-    monkeypatch.setattr(pair, "load_network", None)
-    target = tiny_model(num_key_value_heads=4)
-    path = save_tiny_head(tmp_path, target) if draft is None else tiny_model(**draft)
-    config = with_shared_draft(shared(engine_config(target, path), ranks), size)
-    with pytest.raises(ConfigError, match=rf"^draft\.tensor_parallel is {size}, but .*{reason}"):
-        Engine(config)
