@@ -1,100 +1,31 @@
 """Answers that must call a tool, or a certain one."""
 
 import json
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
-import scripted_client
-import tokenizers
-from asgi import Reply, post
-from grammars import compile_grammar, fitting
+from asgi import post
 from message_parts import merged_calls
 from pydantic import TypeAdapter
 from scripted_client import steps
 from served import Served
-from tokenizers_for_tests import CHAT_TEMPLATE, byte_level_wrapper
-from transformers import PreTrainedTokenizerFast
+from tool_requests import (
+    CALL_ADD,
+    CALL_NEGATE,
+    NEGATE,
+    NUMBER,
+    Allows,
+    calls_of,
+    chat,
+    grammar_of,
+    says,
+    tool,
+)
 
-from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 from outrider.server.grammar import tool_choice as choosing
 from outrider.server.text.tokenizer import Tokenizer
 
-Allows = Callable[[str | None, str], bool]
-EOS = 0
-NUMBER = {"type": "integer"}
-
-
-def tool(name: str, **properties: Any) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties, "required": [*properties]}
-    schema["additionalProperties"] = False
-    return {"type": "function", "function": {"name": name, "parameters": schema}}
-
-
-ADD, NEGATE = tool("add", a=NUMBER, b=NUMBER), tool("negate", a=NUMBER)
 NAMED = {"type": "function", "function": {"name": "add"}}
-CALL_ADD = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
-CALL_NEGATE = '{"name": "negate", "arguments": {"a": 1}}'
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    size = tokenizer.backend.get_vocab_size()
-    return GrammarCompiler(tokenizer.token_table(size), (EOS,), size)
-
-
-@pytest.fixture(scope="module")
-def allows(tokenizer: Tokenizer, compiler: GrammarCompiler) -> Allows:
-    """Whether a grammar lets a model say a text, and nothing more."""
-    return partial(fits, compiler, tokenizer)
-
-
-@pytest.fixture
-def served(tokenizer: Tokenizer, compiler: GrammarCompiler, allows: Allows) -> Served:
-    """A model that says what its grammar lets it say of a call of `add`, then one of `negate`."""
-
-    def play(request: Any) -> Any:
-        text = f"[{CALL_ADD}, {CALL_NEGATE}]"
-        if not allows(request.params.grammar, text):
-            text = f"[{CALL_ADD}]"
-        return scripted_client.saying(tokenizer, text, sizes=(4, 1, 9), finish="stop")(request)
-
-    return Served(play, tokenizer, compiler=compiler)
-
-
-def fits(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: str | None, text: str) -> bool:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    assert grammar is not None
-    return fitting(compile_grammar(compiler, grammar), [*ids, EOS]) == [*ids, EOS]
-
-
-def calls_of(reply: Reply) -> tuple[list[Any], Any]:
-    """What an answer without content, or a stream, has of calls; and its last choice."""
-    stream = reply.body.startswith(b"data: ")
-    choices = [part["choices"][0] for part in (reply.chunks if stream else [reply.json()])]
-    messages = [choice["delta" if stream else "message"] for choice in choices]
-    assert not any(message.get("content") for message in messages)
-    calls = [call for message in messages for call in message.get("tool_calls", [])]
-    return calls, choices[-1]
-
-
-def says(served: Served, text: str, **how: Any) -> None:
-    """Has the model say this, and stop."""
-    served.client.play = scripted_client.saying(served.tokenizer, text, **{"finish": "stop"} | how)
-
-
-def chat(served: Served, **fields: Any) -> Reply:
-    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [ADD, NEGATE]} | fields
-    return post(served.app, body, path="/v1/chat/completions")
-
-
-def grammar_of(served: Served, **fields: Any) -> str:
-    reply = chat(served, **fields)
-    assert reply.status == 200, reply.body
-    grammar = served.client.submitted[-1][0].params.grammar
-    assert grammar is not None
-    return grammar
 
 
 @pytest.mark.parametrize(
@@ -147,14 +78,6 @@ def test_stop_strings_do_not_act_on_the_json_of_required_calls(
     arguments = [json.loads(call["function"]["arguments"]) for call in calls]
     assert arguments == [{"a": 1, "b": 2}, {"a": 1}]
     assert (last["finish_reason"], last["stop_reason"]) == ("tool_calls", None)
-
-
-def test_stop_strings_act_on_an_input_that_is_the_whole_answer(served: Served) -> None:
-    named = {"type": "custom", "custom": {"name": "date"}}
-    says(served, "2026-11")
-    (choice,) = chat(served, tools=[DATE], tool_choice=named, stop="-").json()["choices"]
-    assert choice["message"]["tool_calls"][0]["custom"]["input"] == "2026"
-    assert choice["stop_reason"] == "-"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -357,17 +280,6 @@ def test_what_cannot_be_required_is_refused(served: Served, tokenizer: Tokenizer
 # ---- some tools of many, and tools that take a text
 
 ALLOWED = {"type": "function", "function": {"name": "negate"}}
-NOTE = {"type": "custom", "custom": {"name": "note", "description": "Takes a note."}}
-DATE = {
-    "type": "custom",
-    "custom": {
-        "name": "date",
-        "format": {
-            "type": "grammar",
-            "grammar": {"syntax": "regex", "definition": "[0-9]{4}-[0-9]{2}"},
-        },
-    },
-}
 
 
 def allowed_tools(mode: str, *tools: Any) -> dict[str, Any]:
@@ -427,225 +339,3 @@ def test_only_allowed_tools_are_shown_to_the_model(serve: Any, tokenizer: Tokeni
     assert '"add"' in prompt()
     assert '"add"' not in prompt(tool_choice=allowed_tools("auto", ALLOWED))
     assert '"negate"' in prompt(tool_choice=allowed_tools("auto", ALLOWED))
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_custom_tool_is_called_with_a_text(served: Served, stream: bool) -> None:
-    call = json.dumps({"name": "note", "arguments": {"input": 'a\n"b" \\ é🙂'}})
-    says(served, f"[{call}]", sizes=(4, 1, 9))
-    calls, last = calls_of(chat(served, tools=[ADD, NOTE], tool_choice="required", stream=stream))
-    assert (calls[0]["type"], calls[0]["custom"]["name"]) == ("custom", "note")
-    assert (len(calls) > 1) == stream
-    assert "".join(call["custom"]["input"] for call in calls) == 'a\n"b" \\ é🙂'
-    assert last["finish_reason"] == "tool_calls"
-
-
-def test_blanks_that_the_grammar_allows_are_no_part_of_the_input(
-    served: Served, allows: Allows
-) -> None:
-    blanks = "\n  "
-    arguments = f'{{{blanks}"input"{blanks}:{blanks}"a"{blanks}}}'
-    text = f'[{{"name": "note", "arguments": {arguments}}}]'
-    says(served, text, sizes=(1,))
-    (choice,) = chat(served, tools=[NOTE], tool_choice="required").json()["choices"]
-    assert choice["message"]["tool_calls"][0]["custom"]["input"] == "a"
-    assert allows(served.client.submitted[-1][0].params.grammar, text)
-
-
-def test_arguments_of_another_form_are_the_text_itself(served: Served) -> None:
-    says(served, '[{"name": "note", "arguments": {"x": 1}}]')
-    (choice,) = chat(served, tools=[NOTE], tool_choice="required").json()["choices"]
-    assert choice["message"]["tool_calls"][0]["custom"]["input"] == '{"x": 1}'
-
-
-def test_input_follows_the_grammar_of_its_tool(served: Served, allows: Allows) -> None:
-    named = {"type": "custom", "custom": {"name": "date"}}
-    says(served, "2026-11")
-    (choice,) = chat(served, tools=[ADD, DATE], tool_choice=named).json()["choices"]
-    (call,) = choice["message"]["tool_calls"]
-    assert call["custom"] == {"name": "date", "input": "2026-11"}
-    grammar = served.client.submitted[-1][0].params.grammar
-    assert allows(grammar, "2026-11")
-    assert not allows(grammar, "November")
-    # Where other things may be written, it cannot be followed.
-    for tool_choice in ("auto", "required"):
-        reply = chat(served, tools=[ADD, DATE], tool_choice=tool_choice)
-        assert (reply.status, reply.error["param"]) == (400, "tools")
-
-
-@pytest.mark.parametrize(
-    ("kind", "tool"),
-    [
-        ("function", ADD | {"custom": {"format": {"grammar": {"syntax": 5, "definition": 5}}}}),
-        (
-            "custom",
-            {
-                "type": "custom",
-                "custom": {
-                    "name": "add",
-                    "format": {"type": "text", "grammar": {"syntax": 5, "definition": 5}},
-                },
-            },
-        ),
-    ],
-)
-def test_a_grammar_that_is_no_format_of_a_custom_tool_has_no_effect(
-    served: Served, kind: str, tool: dict[str, Any]
-) -> None:
-    choice = {"type": kind, kind: {"name": "add"}}
-    assert chat(served, tools=[tool], tool_choice=choice).status == 200
-
-
-def test_call_of_a_custom_tool_is_repeated_to_the_model(served: Served) -> None:
-    call = {"id": "1", "type": "custom", "custom": {"name": "note", "input": "x"}}
-    turns = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "noted"},
-    ]
-    assert chat(served, tools=[NOTE], messages=turns, tool_choice="required").status == 200
-    call = {"id": "1", "type": "custom", "custom": {"name": "note"}}
-    reply = chat(served, messages=[turns[0], {"role": "assistant", "tool_calls": [call]}])
-    assert (reply.status, reply.error["param"]) == (400, "messages")
-
-
-STRICT_ADD = {"type": "function", "function": {**ADD["function"], "strict": True}}
-MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
-WRONG_ADD = CALL_ADD.replace("1", '"1"')
-
-
-def marked(call: str) -> str:
-    return f"<tool_call>\n{call}\n</tool_call>"
-
-
-def saying(
-    text: str, tokenizer: Tokenizer, compiler: GrammarCompiler | None, **settings: Any
-) -> Served:
-    """A model that reasons, and says this."""
-    settings = {"tool_call_format": "hermes", "reasoning_content": True} | settings
-    play = scripted_client.saying(tokenizer, text, finish="stop")
-    return Served(play, tokenizer, compiler=compiler, **settings)
-
-
-@pytest.fixture(scope="module")
-def marking() -> Tokenizer:
-    """Its model marks calls and thoughts with tokens, as Qwen's do."""
-    wrapper = byte_level_wrapper()
-    wrapper.add_tokens(MARKERS)
-    return Tokenizer.of(wrapper)
-
-
-@pytest.fixture(scope="module")
-def marking_compiler(marking: Tokenizer) -> GrammarCompiler:
-    size = marking.backend.get_vocab_size()
-    return GrammarCompiler(marking.token_table(size), (EOS,), size)
-
-
-@pytest.mark.parametrize(
-    ("mood", "text", "allowed"),
-    [
-        (None, "Hello <b>there</b>\n", True),
-        (None, marked(CALL_ADD), True),
-        (None, f"Let me see. {marked(CALL_ADD)}\n{marked(CALL_NEGATE)} Done.", True),
-        (None, marked(WRONG_ADD), False),
-        (None, marked(CALL_NEGATE.replace("1", '"1"')), True),  # not strict
-        (None, marked(CALL_ADD.replace("add", "sub")), False),
-        (None, f"<think>{WRONG_ADD}<b></think>{marked(CALL_ADD)}", True),
-        (None, f"<think>Hm.</think>{marked(WRONG_ADD)}", False),
-        ("<think>\n", f"Hm.</think>{marked(CALL_ADD)}", True),
-        ("<think>\n", f"Hm.</think>{marked(WRONG_ADD)}", False),
-        (None, f"so.</think>{marked(CALL_ADD)}", False),
-    ],
-)
-def test_call_of_a_strict_tool_follows_its_schema(
-    marking: Tokenizer,
-    marking_compiler: GrammarCompiler,
-    mood: str | None,
-    text: str,
-    allowed: bool,
-) -> None:
-    served = saying("", marking, marking_compiler)
-    given: dict[str, Any] = {"tools": [STRICT_ADD, NEGATE], "chat_template_kwargs": {"mood": mood}}
-    grammar = grammar_of(served, **given)
-    assert fits(marking_compiler, marking, grammar, text) == allowed
-    spelled = [marking.backend.token_to_id(character) for character in "<tool_call>"]
-    assert fitting(compile_grammar(marking_compiler, grammar), spelled) != spelled or mood
-
-
-def test_call_of_a_strict_tool_follows_its_schema_behind_a_thought_of_the_last_message(
-    marking: Tokenizer, marking_compiler: GrammarCompiler
-) -> None:
-    served = saying("", marking, marking_compiler)
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>And"}]
-    given: dict[str, Any] = {"messages": turns, "continue_final_message": True}
-    grammar = grammar_of(served, tools=[STRICT_ADD, NEGATE], **given)
-    for call, allowed in ((CALL_ADD, True), (WRONG_ADD, False)):
-        text = f" so.</think>{marked(call)}"
-        assert fits(marking_compiler, marking, grammar, text) == allowed
-
-
-def test_reasoning_before_the_call_of_a_strict_tool_is_separated(
-    marking: Tokenizer, marking_compiler: GrammarCompiler
-) -> None:
-    served = saying(f"<think>Hm.</think>{marked(CALL_ADD)}", marking, marking_compiler)
-    message = chat(served, tools=[STRICT_ADD]).json()["choices"][0]["message"]
-    assert message["reasoning"] == "Hm."
-    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1, "b": 2}
-
-
-@pytest.mark.parametrize("sizes", [(1,), (100,), (7, 3, 5, 1)])
-def test_a_marker_spelled_in_a_string_of_a_strict_call_is_text(
-    marking: Tokenizer, marking_compiler: GrammarCompiler, sizes: tuple[int, ...]
-) -> None:
-    begin, string, end = '<tool_call>{"name": "add", "arguments": {"a": "', "</tool_call>!", '"}}'
-    ids = marking.encode(begin, add_special_tokens=False)
-    for character in string:  # as a model can that does not mean the token
-        ids += marking.encode(character, add_special_tokens=False)
-    ids += [*marking.encode(f"{end}</tool_call>", add_special_tokens=False), EOS]
-    for strict in (True, False):
-        served = Served(
-            lambda request: steps(request, ids, sizes=sizes, finish="stop"),
-            marking,
-            compiler=marking_compiler,
-            tool_call_format="hermes",
-        )
-        tool = {"name": "add", "strict": strict, "parameters": {"type": "object"}}
-        reply = chat(served, tools=[{"type": "function", "function": tool}])
-        message = reply.json()["choices"][0]["message"]
-        if strict:
-            assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": string}
-            assert not message["content"]
-        else:  # it may have ended in the middle of a string
-            assert message["content"]
-
-
-@pytest.fixture(scope="module")
-def wordy() -> Tokenizer:
-    """Its markers are words like others."""
-    backend = json.loads(byte_level_wrapper().backend_tokenizer.to_str())
-    vocab = backend["model"]["vocab"]
-    vocab |= {marker: len(vocab) + i for i, marker in enumerate(MARKERS)}
-    backend = tokenizers.Tokenizer.from_str(json.dumps(backend))
-    return Tokenizer.of(
-        PreTrainedTokenizerFast(
-            tokenizer_object=backend, eos_token="<eos>", chat_template=CHAT_TEMPLATE
-        )
-    )
-
-
-def test_strict_tools_are_bound_only_where_markers_are_tokens(
-    tokenizer: Tokenizer,
-    compiler: GrammarCompiler,
-    marking: Tokenizer,
-    marking_compiler: GrammarCompiler,
-    wordy: Tokenizer,
-) -> None:
-    size = wordy.backend.get_vocab_size()
-    for served in (
-        saying("Hi", wordy, GrammarCompiler(wordy.token_table(size), (EOS,), size)),
-        saying("Hi", tokenizer, compiler),
-        saying("Hi", marking, None),
-        saying("Hi", marking, marking_compiler, tool_call_format="mistral"),
-    ):
-        assert chat(served, tools=[STRICT_ADD]).status == 200
-        assert served.client.submitted[-1][0].params.grammar is None
