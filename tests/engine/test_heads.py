@@ -9,24 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from block_heads import PlainBlockHead, save_tiny_block_head
+from block_heads import save_tiny_block_head
 from engines import GREEDY, engine_config, generate, prompts, run, tokens
-from heads import PlainHead, save_tiny_head, tensors_of
-from mtp import PlainMtp, save_tiny_mtp_model
+from head_truth import SAMPLED, Truth, check_drafts, source_of
+from heads import save_tiny_head, tensors_of
+from mtp import save_tiny_mtp_model
 from safetensors.torch import save_file
 from tiny_models import VOCAB, Tiny, save_tiny_model
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.engine import Engine
-from outrider.engine.models.heads.chain import Selector
-from outrider.engine.models.heads.config import head_kind
 from outrider.engine.models.heads.eagle3 import Eagle3Head
-from outrider.engine.models.weights import Dense, Linear
-from outrider.engine.proposers import draws
-from outrider.engine.proposers.block import BlockByBlock
-from outrider.engine.proposers.head import HeadSource
 
 K = 3
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -120,84 +114,6 @@ def any_pair(request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Tiny) -
     return save_pair(target, tmp_path / "head", request.param, KINDS[request.param])
 
 
-class Truth:
-    """What a head is to compute, by the formulas and transformers' hidden states."""
-
-    def __init__(self, target: Path, head: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-        embedding = self.model.get_input_embeddings().weight.detach()
-        self.head: PlainHead | PlainBlockHead | PlainMtp
-        if head == target:
-            self.head = PlainMtp(target)
-        elif head_kind(head) in ("eagle3", "peagle"):
-            self.head = PlainHead(head, embedding)
-        else:
-            self.head = PlainBlockHead(head, embedding, self.model.lm_head.weight.detach())
-        self.boundaries = self.head.boundaries
-
-    @torch.inference_mode()
-    def states(self, sequences: list[list[int]]) -> list[torch.Tensor]:
-        """[T, m, H] of each; the last boundary is in front of the last norm."""
-        before_norm = []
-        hook = self.model.model.norm.register_forward_pre_hook(
-            lambda _, args: before_norm.append(args[0])
-        )
-        # No token sees the padding behind it.
-        padded = pad_sequence([torch.tensor(token_ids) for token_ids in sequences], True)
-        states = self.model(padded, output_hidden_states=True).hidden_states
-        hook.remove()
-        every = [*states[:-1], before_norm[0], states[-1]]
-        together = torch.stack([every[b] for b in self.boundaries], 2)
-        return [rows[: len(ids)] for rows, ids in zip(together, sequences, strict=True)]
-
-    def draft_logits(
-        self, sequences: list[list[int]], drafts: list[list[int]]
-    ) -> list[torch.Tensor]:
-        return [
-            self.head.draft_logits(states, *each, VOCAB)
-            for states, *each in zip(self.states(sequences), sequences, drafts, strict=True)
-        ]
-
-
-def source_of(engine: Engine) -> HeadSource:
-    source = engine.worker.proposer.sources[-1]
-    assert isinstance(source, HeadSource)
-    return source
-
-
-def check_drafts(engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on hold what every draft is drawn from to the formulas; returns k_i of each."""
-    proposer, distributions = engine.worker.proposer, source_of(engine).draws.distributions
-    propose = proposer.propose  # what a source raises would be taken for a failure to draft
-    checked: list[int] = []
-
-    def checking(plan: Any) -> list[int]:
-        counts = propose(plan)
-        slots = engine.worker.slots
-        got, sequences, drafts = [], [], []
-        for scheduled, k in zip(plan.scheduled, counts, strict=True):
-            if not scheduled.draws:
-                continue
-            slot = scheduled.slot
-            checked.append(k)
-            if k == 0:
-                continue
-            n = int(slots.num_tokens[slot])  # of which the host may not have read the last ones
-            token_ids = slots.token_ids[slot].tolist()
-            got.append(distributions.logits[slot, :k].cpu())
-            sequences.append(token_ids[:n])
-            drafts.append(token_ids[n : n + k])
-        if got:
-            expected = truth.draft_logits(sequences, drafts)
-            torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
-        return counts
-
-    monkeypatch.setattr(proposer, "propose", checking)
-    return checked
-
-
-# So warm that about every number of drafts is accepted in some step.
-SAMPLED = SamplingParams(max_tokens=40, temperature=2.0, seed=5, verification="token")
 MIXED = [
     SAMPLED,
     replace(SAMPLED, seed=6, num_speculative_tokens=1),
@@ -438,92 +354,3 @@ def test_a_rehearsal_for_nobody_leaves_nothing_behind(any_pair: Pair) -> None:
     engine.start_over()
     (outputs,) = run(engine, [HIT], GREEDY)
     assert tokens(outputs) == generate(target, HIT, GREEDY.max_tokens)
-
-
-@pytest.mark.parametrize("confidence", ["states", "token"])
-def test_drafts_that_the_confidence_head_doubts_are_not_made(
-    confidence: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A draft is made while the chance that all are accepted is large enough, as the head says."""
-    path = save_tiny_block_head(tmp_path, target, markov="vanilla", confidence=confidence)
-    engine, truth = Engine(engine_config(target, path, k=K)), Truth(target, path)
-    proposer, source, slots = engine.worker.proposer, source_of(engine), engine.worker.slots
-    assert isinstance(source._drafter, BlockByBlock)
-    assert isinstance(truth.head, PlainBlockHead)
-    plain, propose, cut = truth.head, proposer.propose, []
-    source.draws.stops_early = True  # a GPU would not look at them
-    engine.scheduler.drafting.least_chance = 0.3
-
-    def checking(plan: Any) -> list[int]:
-        n = [int(slots.num_tokens[s.slot]) for s in plan.scheduled]
-        counts = propose(plan)
-        for scheduled, num_drafts, known in zip(plan.scheduled, counts, n, strict=True):
-            k = scheduled.max_drafts
-            if k == 0 or scheduled.start != -1 or not scheduled.memory.head_reads_along:
-                continue
-            ids = slots.token_ids[scheduled.slot].tolist()
-            tokens, drafts = ids[:known], ids[known : known + k]
-            (states,) = truth.states([tokens])
-            chance = plain.confidence(states, tokens, drafts).cumprod(0)
-            assert num_drafts == int((chance >= 0.3).sum())
-            cut.append(num_drafts < k)
-        return counts
-
-    monkeypatch.setattr(proposer, "propose", checking)
-    run(engine, prompts([21, 3, 9], VOCAB), SAMPLED)
-    assert True in cut
-    assert False in cut
-
-
-def test_drafts_are_ranked_by_what_the_confidence_head_says(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU: its log odds are kept, in place of those of the distributions."""
-    monkeypatch.setattr(draws, "stops_early_on", lambda device: False)
-    path = save_tiny_block_head(tmp_path, target, markov="vanilla", confidence="token")
-    engine, truth = Engine(engine_config(target, path, k=K)), Truth(target, path)
-    proposer, slots = engine.worker.proposer, engine.worker.slots
-    propose, num_seen = proposer.propose, 0
-    plain = truth.head
-    assert isinstance(plain, PlainBlockHead)
-
-    def checking(plan: Any) -> list[int]:
-        nonlocal num_seen
-        n = [int(slots.num_tokens[s.slot]) for s in plan.scheduled]
-        counts = propose(plan)
-        for scheduled, k, known in zip(plan.scheduled, counts, n, strict=True):
-            ids = slots.token_ids[scheduled.slot].tolist()
-            tokens, drafts = ids[:known], ids[known : known + k]
-            if k > 0:
-                (states,) = truth.states([tokens])
-                expected = torch.logit(plain.confidence(states, tokens, drafts)[:k].float())
-                assert proposer.log_odds is not None
-                got = proposer.log_odds[scheduled.slot, :k].cpu()
-                torch.testing.assert_close(got, expected.cpu(), rtol=1e-3, atol=1e-3)
-                num_seen += k
-        return counts
-
-    monkeypatch.setattr(proposer, "propose", checking)
-    run(engine, prompts([21, 3, 9], VOCAB), SAMPLED)
-    assert num_seen > 20
-
-
-def test_rows_of_the_vocabulary_without_a_token_are_no_candidates() -> None:
-    codebook, matrix = torch.ones(9, 2), Linear(Dense(torch.ones(2, 3)), None)
-    selector = Selector(codebook, codebook, matrix, top_k=4)
-    logits = torch.arange(9.0).expand(2, 1, 9)  # of which the last three have no token
-    prepared = selector.prepared(torch.ones(2, 1, 3), logits, vocab_size=6)
-    scores = selector(torch.tensor([5]), *(each[0] for each in prepared))
-    # 1 * 3 * 1 of either factor.
-    assert scores.tolist() == [[-torch.inf] * 2 + [8, 9, 10, 11] + [-torch.inf] * 3]
-
-
-def test_a_blocks_drafts_do_not_hang_on_how_many_a_neighbour_has(
-    target: Path, tmp_path: Path
-) -> None:
-    engine = Engine(engine_config(target, save_tiny_block_head(tmp_path, target), k=4))
-    mixed = prompts([9, 12, 15], VOCAB)
-    short = replace(SAMPLED, num_speculative_tokens=2)
-    alone = run(engine, mixed[:1], short)[0]
-    beside = run(engine, mixed, [short, SAMPLED, replace(SAMPLED, num_speculative_tokens=1)])[0]
-    assert tokens(alone) == tokens(beside)
