@@ -223,3 +223,20 @@ class PlainHybrid:
             found.append(int(self.model.lm_head(s).argmax()))
             following, h = [*following, found[-1]], torch.cat((h, s))
         return found
+
+
+def as_published(path: Path, folder: Path) -> Path:
+    """The same model as the text of one that reads images, with an MTP head beside it."""
+    folder.mkdir()
+    config = json.loads((path / "config.json").read_text())
+    model_type = config["model_type"].removesuffix("_text")
+    whole = {"model_type": model_type, "text_config": config, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(whole))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(path / "model.safetensors").items()
+    }
+    tensors["model.visual.blocks.0.norm1.weight"] = torch.ones(4)
+    tensors["mtp.norm.weight"] = torch.ones(4)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
