@@ -29,7 +29,7 @@ from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.config import EngineConfig
 from outrider.engine.processes.process_engine import ProcessEngine
 from outrider.server.config.settings_loader import load_settings
-from outrider.server.evaluation.measure import SHORT, as_messages, held_out_prompts, run
+from outrider.server.evaluation.measure import RAW, SHORT, as_messages, held_out_prompts, run
 from outrider.server.models.pair import engine_config, prepare_pair
 
 TOLERANCE = 0.05
@@ -42,9 +42,13 @@ def config_and_prompts(
 ) -> tuple[EngineConfig, list[list[int]]]:
     settings = load_settings(assignments=[NO_PREFIXES])
     pair = prepare_pair(settings, ignore_progress)
-    template = AutoTokenizer.from_pretrained(pair.target).apply_chat_template
+    tokenizer = AutoTokenizer.from_pretrained(pair.target)
     prompts = [
-        template(as_messages(turns), add_generation_prompt=True)["input_ids"]
+        tokenizer(turns[0])["input_ids"]
+        if category == RAW
+        else tokenizer.apply_chat_template(as_messages(turns), add_generation_prompt=True)[
+            "input_ids"
+        ]
         for category, of_category in held_out_prompts().items()
         if category in categories
         for turns in of_category[:per_category]

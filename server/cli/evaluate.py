@@ -124,7 +124,10 @@ def evaluate_command(
                 ks.append(measure.OWN_CHOICE)
             tokenizer = Tokenizer(pair.tokenizer)
             prompts = {
-                name: [_encode(tokenizer, turns) for turns in of_name[:prompts_per_category]]
+                name: [
+                    _encode(tokenizer, turns, is_raw=name == measure.RAW)
+                    for turns in of_name[:prompts_per_category]
+                ]
                 for name, of_name in conversations.items()
                 if not category or name in category
             }
@@ -210,11 +213,11 @@ def _text(tokenizer: "Tokenizer", token_id: int) -> str:
     return tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-def _encode(tokenizer: "Tokenizer", turns: list[str]) -> list[int]:
-    """The prompt of the model's next turn; the texts alone if it has no chat template."""
+def _encode(tokenizer: "Tokenizer", turns: list[str], *, is_raw: bool) -> list[int]:
+    """The prompt of the model's next turn; the texts alone if raw, or without a chat template."""
     from ..evaluation.measure import as_messages
 
-    if tokenizer.chat_template is None:
+    if is_raw or tokenizer.chat_template is None:
         return tokenizer.encode("\n\n".join(turns), add_special_tokens=True)
     rendered = tokenizer.chat_template.render(
         as_messages(turns),

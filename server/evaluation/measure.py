@@ -20,8 +20,12 @@ from outrider.engine.processes.client import EngineClient
 PLAIN = 0
 OWN_CHOICE = None  # the engine chooses k for every step
 SHORT = ("chat", "code", "summarising", "json")  # the categories whose prompts are one question
+RAW = "raw"  # the category of text that the target goes on with, without its chat template
 # In the order in which their categories are measured and printed.
-_FILES = ("prompts.toml", "prompts_editing.toml", "prompts_document.toml", "prompts_agent.toml")
+_FILES = (
+    "prompts.toml", "prompts_raw.toml", "prompts_editing.toml", "prompts_document.toml",
+    "prompts_agent.toml",
+)  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -18,9 +18,11 @@ from typer.testing import CliRunner
 
 from outrider.engine.scoring.verifier import Verifier
 from outrider.server.cli import app
+from outrider.server.cli.evaluate import _encode
 from outrider.server.evaluation.measure import (
     OWN_CHOICE,
     PLAIN,
+    RAW,
     SHORT,
     Tally,
     as_messages,
@@ -31,6 +33,7 @@ from outrider.server.evaluation.measure import (
 from outrider.server.evaluation.report import ALL, as_json, best_k, by_category, print_tables
 from outrider.server.models import known_drafts
 from outrider.server.models.known_drafts import KnownDraft
+from outrider.server.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +104,18 @@ def test_looked_up_drafts_add_no_columns() -> None:
 def test_prompts_of_every_category_are_shipped() -> None:
     prompts = held_out_prompts()
     long = ["editing", "document", "agent"]
-    assert list(prompts) == [*SHORT, *long]
-    assert all(len(prompts[category]) >= 5 for category in SHORT)
+    assert list(prompts) == [*SHORT, RAW, *long]
+    assert all(len(prompts[category]) >= 5 for category in (*SHORT, RAW))
     assert all(len(prompts[category]) >= 3 for category in long)
     assert by_category({}) == {}
+
+
+def test_raw_text_gets_no_chat_template(target: Path) -> None:
+    tokenizer = Tokenizer.load(target)
+    [text] = held_out_prompts()[RAW][0]
+    raw, chat = (_encode(tokenizer, [text], is_raw=is_raw) for is_raw in (True, False))
+    assert tokenizer.decode(raw, skip_special_tokens=False) == text
+    assert "<assistant>" in tokenizer.decode(chat, skip_special_tokens=False)
 
 
 def test_answers_to_long_prompts_can_repeat_them() -> None:
@@ -213,7 +224,7 @@ def test_sigterm_ends_the_command_as_ctrl_c_does(
 def test_an_exact_pair_is_called_so(target: Path) -> None:
     result = CliRunner().invoke(app, arguments_of(target))
     assert result.exit_code == 0, result.output
-    assert "Exact: 24 answers" in result.output  # 4 prompts, 2 temperatures, k = 3, own k, together
+    assert "Exact: 30 answers" in result.output  # 5 prompts, 2 temperatures, k = 3, own k, together
     assert "3 prompts were left out: the context holds 2048 tokens" in result.output
 
 
@@ -238,7 +249,7 @@ def test_the_first_difference_is_shown(target: Path, monkeypatch: pytest.MonkeyP
     result = CliRunner().invoke(app, [*arguments_of(target), "--temperature", "0"])
     assert result.exit_code == 1, result.output
     words = " ".join(result.output.split())
-    assert re.search(r"Not exact: [1-9]\d* of 12 answers differ", words)
+    assert re.search(r"Not exact: [1-9]\d* of 15 answers differ", words)
     assert re.search(r"temperature 0, .*, token \d+ of the answer: plain decoding gives", words)
     assert "promises that there is none: please report it" in words
 
