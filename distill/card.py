@@ -92,6 +92,11 @@ def write_card(recipe: Recipe, extent: Extent, held_out: HeldOut, folder: Path) 
         else "Conversations that the target wrote by itself: the user's turn, from nothing, from a "
         "few words or about a text that it wrote before, and the answer."
     )
+    if recipe.raw_share:
+        data += (
+            f" {recipe.raw_share:.0%} of the texts are no chats: from a few words on, the target "
+            "continued them without its chat template."
+        )
     start = (
         f"Went on from `{Path(recipe.start).name}`."
         if recipe.start

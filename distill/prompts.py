@@ -17,6 +17,8 @@ from .recipe import DistillError
 _MARK = "\u241e"  # a sign that no template contains
 _MAX_PROMPTS = 200_000
 _MOST_SHOWN = 200  # characters of a record
+_SPACES = "\u0120\u2581"  # how vocabularies write the space before a word
+_SHORTEST_WORD = 4  # letters
 
 # How user turns may begin, by kind; the target continues them.
 _UNASKED = ("",)
@@ -70,6 +72,40 @@ _ARTICLES = tuple(
 # All are equally frequent.
 OPENINGS = (_UNASKED, _UNASKED, _CHAT, _CHAT, _CODE, _CODE, _OF_TEXT, _ARTICLES, _JSON, _JSON)
 
+# How texts that are no chat may begin, by kind; `{}` stands for a word of the vocabulary. The
+# target continues them, without its chat template.
+_FACTS = (
+    "The", "In", "A", "The {}", "The {} of", "The first {}", "The main {} of", "The largest {} in",
+    "The history of {}", "In the {}", "In 19", "Many {}", "There are several {}", "One of the most",
+    "The difference between {} and", "According to", "{} is", "{} are", "{} was", "Most people",
+    "The word {}", "The {} was built", "Researchers have found that {}", "It is known that",
+)  # fmt: skip
+_STORIES = (
+    "Once upon a time", "Once, a {}", "It was", "When", "She", "He", "I", "We", "They", "My {}",
+    "The {} had", "Every {}", '"I', '"Where is the {}', "Last night", "The old {}", "After the {}",
+    "There was a {}", "Nobody knew", "Chapter 1\n\n", "Roses are red,\n", "As a {}, I",
+)  # fmt: skip
+_PAGES = (
+    "# {}\n\n", "## {}\n\n", "# How to {}\n\n", "Title: {}\n", "{}:", "1.", "1. {}", "- {}\n-",
+    "Abstract\n\n", "Introduction\n\n", "How to {}\n\nStep 1:", "Ten {}", "Why {}", "News:",
+    "{} recipe\n\n", "Ingredients:\n", "Dear", "Dear {},\n\n", "Subject: {}\n\n", "To:", "Today,",
+    "The {} review:", "Review:", "Agenda\n\n", "On Monday,", "For sale: {}", "Welcome to", "Our {}",
+    "| {} |", "Name,", "Frequently asked questions\n\n",
+)  # fmt: skip
+_EXAMPLES = (
+    "Q:", "Q: What is {}?\nA:", "Question: {}", "Question: What is {}?\nAnswer:", "Problem:", "Who",
+    "What is {}?", "Why do {}", "{} ->", "English: {}\nFrench:", "Text: {}", "Sentence: The {}",
+    "Alice: Hello", "Customer:", "Teacher:", "User:", "Interviewer:", "Solve:", "Input: {}\n",
+    "Translate English to Spanish:\n", "Word: {}\nMeaning:", "Fact:", "Example 1:\n", "Human:",
+)  # fmt: skip
+_PROGRAMS = (
+    "def", "def {}(", "def is_{}(", "import", "import os\n", "import numpy as np\n", "from",
+    "class", "class {}:\n", "#!/bin/bash\n", "#include <", "function {}(", "const", "SELECT",
+    "public class", "<html>\n", "<!DOCTYPE html>\n", "# This program", '"""', "// {}\n", "$",
+    "for i in range(", '{{"', '{{\n  "{}":', '[{{"', "```python\n", "package", "fn", "try:\n",
+)  # fmt: skip
+RAW_OPENINGS = (_FACTS, _FACTS, _STORIES, _PAGES, _EXAMPLES, _PROGRAMS)  # all equally frequent
+
 # What users ask about a text that they paste, before or after it.
 TASKS = (
     "Summarize this.", "Summarise the text in three sentences.", "Summarize in one sentence:",
@@ -120,6 +156,20 @@ def frame(tokenizer: Any, target: str) -> ChatFrame:
     if not found:
         raise DistillError(f"the chat template of {target} does not show the user's words")
     return ChatFrame(encode(tokenizer, before), encode(tokenizer, after), ids)
+
+
+def words(tokenizer: Any) -> list[str]:
+    """The vocabulary's whole words of small letters, in the order of their ids; at least one."""
+    ids: dict[str, int] = tokenizer.get_vocab()
+    return [
+        token[1:]
+        for token in sorted(ids, key=ids.__getitem__)
+        if token[:1] in _SPACES and len(token) > _SHORTEST_WORD and _is_word(token[1:])
+    ] or ["thing"]
+
+
+def _is_word(text: str) -> bool:
+    return text.isascii() and text.isalpha() and text.islower()
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

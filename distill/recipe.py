@@ -14,7 +14,8 @@ DraftKind = Literal["draft", "eagle3", "mtp", "dflash"]
 Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
 
 _OF_TEXT = (
-    "prompts", "seed", "conversations_per_shard", "max_prompt_tokens", "max_answer_tokens",
+    "prompts", "raw_share", "seed", "conversations_per_shard", "max_prompt_tokens",
+    "max_answer_tokens",
 )  # fmt: skip
 _SIZE = re.compile(r"(\d+)x(\d+)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -99,6 +100,7 @@ class Recipe:
     seed: int = 0
     device: str = "cpu"  # cpu | cuda: every visible GPU | cuda:N
     # Writing: half of the answers are greedy, the others drawn at temperatures from 0.6 to 1.
+    raw_share: float = 0.25  # share of texts without the chat template, as /v1/completions has them
     conversations_per_shard: int = 16
     max_prompt_tokens: int = 192
     max_answer_tokens: int = 512

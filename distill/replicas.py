@@ -26,7 +26,7 @@ from .draft import draft_to_train
 from .lessons import read
 from .recipe import Extent, Recipe
 from .rows import TrainingRows
-from .text import load_shards, shard_path, text_folder
+from .text import Conversation, load_shards, shard_path, text_folder
 from .train import HeldOut, Trainer, time_step, train
 from .train_head import HeadTrainer, kept_states
 from .writers import devices_of
@@ -34,7 +34,7 @@ from .writers import devices_of
 EXTENT_FILE = "plan.json"  # in the work folder
 _REPORT_STEPS = 10
 _POLL_S = 0.2
-_HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 256  # conversations
+_HELD_OUT_ONE_OF, _MOST_HELD_OUT = 20, 256  # conversations
 _SAVING_S = 30.0  # a checkpoint, at most
 _TRAINING_SHARE = 0.95  # of the time that is left: what follows takes some too
 
@@ -139,13 +139,12 @@ def _train_replica(
         )
     text = text_folder(recipe, work)
     conversations = load_shards([shard_path(text, i) for i in range(extent.num_shards)])
-    num_held_out = min(_MOST_HELD_OUT, max(1, int(len(conversations) * _HELD_OUT_SHARE)))
-    mine = conversations[num_held_out + rank :: world]
+    held_out_text, rest = parted(conversations)
+    mine = rest[rank::world]
 
     report("the target reads", 0, len(mine))
     target = _load_target(recipe.target, device)
     read_tokens = recipe.reading_tokens
-    held_out_text = conversations[:num_held_out]
     kept = kept_states(recipe, target, sum(len(c.token_ids) for c in held_out_text + mine))
     held_out_lessons = read(target, held_out_text, read_tokens, boundaries=kept)
     lessons = read(target, mine, read_tokens, lambda n, m: report("the target reads", n, m), kept)
@@ -198,6 +197,16 @@ def _train_replica(
     if world > 1:
         dist.destroy_process_group()
     return held_out, extent
+
+
+def parted(conversations: list[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
+    """Conversations to hold out, and the others.
+
+    They are taken from everywhere, since a shard's kinds of text lie one behind the other.
+    """
+    every = max(_HELD_OUT_ONE_OF, -(-len(conversations) // _MOST_HELD_OUT))
+    rest = [c for i, c in enumerate(conversations) if i % every]
+    return conversations[::every], rest
 
 
 def _agreed(number: int, device: torch.device) -> int:

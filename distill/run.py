@@ -31,7 +31,7 @@ from .train import HeldOut
 from .whole_file import whole_file
 from .writers import write_text
 
-_VERSION = 2  # of the work folder: what another version left unfinished, this one cannot go on with
+_VERSION = 3  # of what is kept: what another version left unfinished, this one cannot go on with
 _WRITING_SHARE = 0.5  # of a budget of time: with less text, the draft would learn it by heart
 _TARGET_FILES = ("LICENSE", "NOTICE", "generation_config.json")
 
@@ -66,7 +66,8 @@ def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
                 text = text_folder(recipe, work)
                 with _alone(text) if recipe.text else contextlib.nullcontext():
                     what = f"text: {text} holds text"
-                    _keep(recipe.of_text(), text / "text.json", what, "name another folder")
+                    settings = recipe.of_text() | {"version": _VERSION}
+                    _keep(settings, text / "text.json", what, "name another folder")
                     extent = write_text(recipe, text, num_tokens, until_s, report)
                 extent.save(extent_path)
             if extent.num_steps is None and budget.tokens:
@@ -91,6 +92,8 @@ def _check(recipe: Recipe, out: Path) -> None:
         raise DistillError(f"head_steps is {recipe.head_steps}; it is 1 at least, and fits a row")
     if recipe.start is not None and not (Path(recipe.start) / "config.json").is_file():
         raise DistillError(f"start: {recipe.start} is no model directory: it has no config.json")
+    if not 0 <= recipe.raw_share <= 1:
+        raise DistillError(f"raw_share is {recipe.raw_share}; it is a share, from 0 to 1")
     if recipe.prompts is not None:
         user_turns(recipe.prompts)
     if out.exists():

@@ -21,12 +21,14 @@ from outrider.engine.engine import Engine
 
 from .prompts import (
     OPENINGS,
+    RAW_OPENINGS,
     TASKS,
     ChatFrame,
     encode,
     frame,
     load_tokenizer,
     user_turns,
+    words,
 )
 from .recipe import Recipe
 from .whole_file import whole_file
@@ -63,6 +65,7 @@ class Writer:
         self._tokenizer = load_tokenizer(recipe.target)
         self._frame: ChatFrame = frame(self._tokenizer, recipe.target)
         self._turns = (tuple(user_turns(recipe.prompts)),) if recipe.prompts else None
+        self._words = words(self._tokenizer)
         num_seqs = recipe.conversations_per_shard
         self._engine = Engine(
             EngineConfig(
@@ -87,8 +90,10 @@ class Writer:
         """Write one shard to `path`, completely or not at all; returns its number of tokens."""
         rng = np.random.default_rng([self._recipe.seed, shard])
         num_seqs = self._recipe.conversations_per_shard
-        num_about = int(num_seqs * _ABOUT_TEXT_SHARE) if self._frame.after is not None else 0
-        prompts = self._ask(num_seqs - num_about, rng)
+        has_template = self._frame.after is not None
+        num_raw = int(num_seqs * self._recipe.raw_share) if has_template else 0
+        num_about = int((num_seqs - num_raw) * _ABOUT_TEXT_SHARE) if has_template else 0
+        prompts = self._ask(num_seqs - num_raw - num_about, rng) + self._begin(num_raw, rng)
         conversations = self._answer(prompts, rng)
         if num_about:
             answers = [c[len(p) :] for c, p in zip(conversations, prompts, strict=True)]
@@ -128,6 +133,35 @@ class Writer:
         eos = self._frame.eos_token_ids
         begun = [turn[:-1] if turn[-1] in eos else turn for turn in begun]
         return [turn + after for turn in whole + begun]
+
+    def _begin(self, num_seqs: int, rng: np.random.Generator) -> list[list[int]]:
+        """Prompts without the template: beginnings of texts, most of them short.
+
+        The target continues a few words of ours; what it would have ended is cut before its end.
+        """
+        openings = []
+        for i in rng.integers(len(RAW_OPENINGS), size=num_seqs):
+            opening = RAW_OPENINGS[i][rng.integers(len(RAW_OPENINGS[i]))]
+            word = self._words[rng.integers(len(self._words))]
+            opening = opening.format(word.capitalize() if opening.startswith("{}") else word)
+            # With the special tokens that a server puts before a text.
+            openings.append(self._tokenizer.encode(opening)[: self._recipe.max_prompt_tokens])
+        room = self._recipe.max_prompt_tokens * rng.random(num_seqs) ** 3
+        begun = self._complete(
+            openings,
+            [
+                max(1, int(most) - len(opening))
+                for most, opening in zip(room, openings, strict=True)
+            ],
+            rng.uniform(_COOLEST_USER, _WARMEST, num_seqs),
+            rng,
+            min_p=_USER_MIN_P,
+        )
+        eos = self._frame.eos_token_ids
+        return [
+            text[: rng.integers(len(opening), len(text))] if text[-1] in eos else text
+            for text, opening in zip(begun, openings, strict=True)
+        ]
 
     def _ask_about(
         self, answers: list[list[int]], num_seqs: int, rng: np.random.Generator

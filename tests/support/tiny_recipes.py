@@ -13,6 +13,7 @@ from outrider.engine.engine import Engine
 TINY = Recipe(
     target="",
     out="",
+    raw_share=0.0,  # a tiny target is learnt from few texts, which are to be alike
     conversations_per_shard=8,
     max_prompt_tokens=16,
     max_answer_tokens=24,

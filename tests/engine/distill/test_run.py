@@ -22,7 +22,7 @@ from outrider.distill import replicas, train
 from outrider.distill.prompts import user_turns
 from outrider.distill.recipe import DistillError, Recipe
 from outrider.distill.run import distill
-from outrider.distill.text import Writer
+from outrider.distill.text import Conversation, Writer
 from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.engine import Engine
 from outrider.engine.models.admission import UnsupportedModelError
@@ -251,14 +251,25 @@ def _without_a_change(trainer: train.Trainer, *args: object) -> None:
         ({"size": "2x100"}, "multiple of 64"),
         ({"budget": "10"}, "it is a time"),
         ({"prompts": "/nowhere.txt"}, "nowhere.txt"),
+        ({"raw_share": 1.5}, "it is a share"),
         ({"budget": "1K", "row_tokens": 4096}, "larger budget"),
     ],
 )
 def test_what_cannot_end_well_is_refused(
-    recipe: Recipe, changes: dict[str, str], words: str
+    recipe: Recipe, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(DistillError, match=words):
         run(replace(recipe, **changes))
+
+
+def test_text_is_held_out_from_all_of_it() -> None:
+    texts = [Conversation(torch.tensor([i]), 0) for i in range(1000)]
+    held_out, rest = replicas.parted(texts)
+    assert [int(c.token_ids) for c in held_out] == list(range(0, 1000, 20))
+    assert len(rest) == 950
+    assert not {*map(id, held_out)} & {*map(id, rest)}
+    assert len(replicas.parted(texts * 100)[0]) <= 256
+    assert len(replicas.parted(texts[:8])[0]) == 1
 
 
 def test_an_output_that_exists_is_left_alone(recipe: Recipe) -> None:
@@ -376,6 +387,12 @@ def test_texts_of_two_recipes_are_not_mixed(recipe: Recipe, tmp_path: Path) -> N
     other = replace(recipe, text=text, out=str(tmp_path / "other"), seed=3)
     with pytest.raises(DistillError, match=r"another recipe \(seed was 0\)"):
         run(other)
+    of_older = Path(text) / "text.json"
+    settings = json.loads(of_older.read_text())
+    del settings["version"], settings["raw_share"]
+    of_older.write_text(json.dumps(settings))
+    with pytest.raises(DistillError, match=r"another recipe \(version was 1\)"):
+        run(replace(recipe, text=text, out=str(tmp_path / "newer")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

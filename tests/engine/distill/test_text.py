@@ -8,7 +8,7 @@ import pytest
 from tiny_pairs import save_tiny_model_with_tokenizer
 from transformers import AutoTokenizer
 
-from outrider.distill.prompts import TASKS, frame, load_tokenizer
+from outrider.distill.prompts import RAW_OPENINGS, TASKS, frame, load_tokenizer, words
 from outrider.distill.recipe import DistillError, Recipe
 from outrider.distill.text import Conversation, Writer, load_shards, shard_path
 
@@ -43,6 +43,7 @@ def test_given_turns_are_taken_whole_or_begun_and_the_answer_is_known(tmp_path: 
     tokenizer, conversations = written(
         tmp_path,
         prompts=str(tmp_path / "turns.txt"),
+        raw_share=0.0,
         conversations_per_shard=20,
         max_prompt_tokens=64,
         max_answer_tokens=8,
@@ -62,7 +63,11 @@ def test_given_turns_are_taken_whole_or_begun_and_the_answer_is_known(tmp_path: 
 
 def test_some_users_ask_about_a_text_that_another_conversation_ended_with(tmp_path: Path) -> None:
     tokenizer, texts = written(
-        tmp_path, conversations_per_shard=10, max_prompt_tokens=160, max_answer_tokens=32
+        tmp_path,
+        raw_share=0.0,
+        conversations_per_shard=10,
+        max_prompt_tokens=160,
+        max_answer_tokens=32,
     )
     conversations = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in texts]
     first, about = conversations[:7], conversations[7:]
@@ -73,3 +78,49 @@ def test_some_users_ask_about_a_text_that_another_conversation_ended_with(tmp_pa
         pasted = turn.replace(task, "").strip()[:8]
         assert pasted
         assert any(pasted in other for other in first)
+
+
+def test_a_share_of_the_texts_goes_on_from_a_few_words_without_the_template(tmp_path: Path) -> None:
+    tokenizer, texts = written(
+        tmp_path,
+        raw_share=0.5,
+        conversations_per_shard=40,
+        max_prompt_tokens=48,
+        max_answer_tokens=8,
+    )
+    openings = {
+        opening.format(word.capitalize() if opening.startswith("{}") else word)
+        for kind in RAW_OPENINGS
+        for opening in kind
+        for word in words(tokenizer)
+    }
+    prompts = []
+    for text in texts:
+        prompt, answer = text.token_ids.tensor_split([text.num_prompt_tokens])
+        assert 1 <= len(answer) <= 8
+        prompts.append(tokenizer.decode(prompt))
+    chats = [prompt for prompt in prompts if "<assistant>" in prompt]
+    raw = [prompt for prompt in prompts if "<assistant>" not in prompt]
+    assert len(chats) == len(raw) == 20
+    assert prompts[14:34] == raw
+    for prompt in raw:
+        assert any(prompt.startswith(opening) for opening in openings)
+        assert prompt not in openings  # the target has continued it
+    assert len(set(raw)) == len(raw)
+
+
+def test_words_are_those_that_the_vocabulary_has_whole() -> None:
+    class Vocabulary:
+        def get_vocab(self) -> dict[str, int]:
+            names = [
+                "\u0120Paris",
+                "\u0120helmet",
+                "ship",
+                "\u2581river",
+                "\u0120of",
+                "",
+                "\u0120caf\u00e9",
+            ]
+            return {name: id_ for id_, name in enumerate(names)}
+
+    assert words(Vocabulary()) == ["helmet", "river"]
