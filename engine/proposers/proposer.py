@@ -3,6 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 
 import torch
@@ -75,7 +76,7 @@ class Source(ABC):
         return
 
     def forget(self, request: Request) -> None:
-        """Called when a sequence has ended."""
+        """Called when a sequence that it may draft for has ended."""
         return
 
     def rehearse(self, scored: Pass) -> None:
@@ -133,10 +134,8 @@ class Proposer:
         """As `Source.prepare`, each source with the sequences that may use it."""
         for source in self.sources:
             may = {request: num for request, num in most.items() if request.may_use(source.name)}
-            try:
+            with self._may_fail(source):
                 source.prepare(may)
-            except Exception:
-                self._report(source)
 
     def wishes(self, request: Request) -> list[Wish]:
         """What each source would draft for a sequence in the next step, without a model.
@@ -162,6 +161,13 @@ class Proposer:
 
     def _of(self, request: Request) -> Iterator[Source]:
         return (source for source in self.sources if request.may_use(source.name))
+
+    @contextmanager
+    def _may_fail(self, source: Source) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._report(source)
 
     def _report(self, source: Source) -> None:
         """Log the exception at hand, if it is the first of its source."""
@@ -219,19 +225,15 @@ class Proposer:
 
     def follow(self, plan: Plan, scored: Pass) -> None:
         """As `Source.follow`. If a source fails, it drafts no more for the plan's sequences."""
-        try:
-            for source in self.sources:
+        for source in self.sources:
+            with self._may_fail(source):
                 source.follow(plan, scored)
-        except Exception:
-            log.exception("drafting could not follow this step; its sequences decode plainly")
 
     def forget(self, request: Request) -> None:
-        """As `Source.forget`."""
-        for source in self.sources:
-            try:
+        """As `Source.forget`, of those that may draft for the sequence."""
+        for source in self._of(request):
+            with self._may_fail(source):
                 source.forget(request)
-            except Exception:
-                self._report(source)
 
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
         """Dummy draws that together launch every sampling kernel."""

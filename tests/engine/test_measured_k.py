@@ -16,6 +16,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.learning import learn_costs
 from outrider.engine.plan import Plan
 from outrider.engine.processes import process
+from outrider.engine.proposers.suffix import RecentAnswers
 from outrider.engine.request import Request
 
 MAX_K = 1  # further drafts would end where the draft model grows unsure
@@ -113,6 +114,21 @@ def test_rows_are_priced_before_the_first_lookup(
     assert price.of(1, 4) == pytest.approx(price.of(1, 1))
     assert price.of(1, 8) == pytest.approx(1.4 * price.of(1, 1))
     assert len(set(seen)) > 4  # experts are woken by various tokens
+
+
+def test_what_dummies_say_is_no_recent_answer(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, kept = tiny_model("llama", seed=0), []
+    monkeypatch.setattr(RecentAnswers, "add", lambda _, request: kept.append(request.request_id))
+    config = engine_config(target, target, k=MAX_K, proposer=("suffix", "draft_model"))
+    speculation = replace(config.speculation, suffix_answers_mib=1, adaptive=True)
+    engine = Engine(replace(config, speculation=speculation))
+    learn_costs(engine)
+    submit(engine, "open", None, max_tokens=3)
+    while engine.has_work():
+        engine.step()
+    assert kept == ["open"]
 
 
 @pytest.mark.parametrize(("device", "learned"), [("cuda:1", ["learned"]), ("cpu", [])])

@@ -83,6 +83,38 @@ def test_a_source_that_fails_leaves_its_sequences_to_the_next(
     assert Proposer([Scripted("draft_model", fail)]).propose(plan(3, 1)) == [0, 0, 0]
 
 
+def test_a_source_that_never_follows_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    followed = []
+
+    class Failing(Scripted):
+        def follow(self, plan: Plan, scored: Any) -> None:
+            raise RuntimeError("out of memory")
+
+    class Noting(Scripted):
+        def follow(self, plan: Plan, scored: Any) -> None:
+            followed.append(plan)
+
+    chain, step = Proposer([Failing("draft_model", dict), Noting("suffix", dict)]), plan(1)
+    for _ in range(3):
+        chain.follow(step, SimpleNamespace())  # type: ignore[arg-type]
+    assert followed == [step] * 3
+    assert caplog.text.count("the source draft_model failed to draft") == len(caplog.records) == 1
+
+
+def test_a_source_hears_of_the_end_of_those_sequences_that_it_may_draft_for() -> None:
+    ended: list[tuple[str, str]] = []
+
+    class Noting(Scripted):
+        def forget(self, request: Request) -> None:
+            ended.append((self.name, request.request_id))
+
+    chain = Proposer([Noting("suffix", dict), Noting("draft_model", dict)])
+    for name, sources in (("all", None), ("none", ()), ("one", ("draft_model",))):
+        new = NewRequest(request_id=name, prompt_token_ids=[1], params=GREEDY, sources=sources)
+        chain.forget(Request(new))
+    assert ended == [("suffix", "all"), ("draft_model", "all"), ("draft_model", "one")]
+
+
 EVERY = ("prediction", "suffix", "draft_model")
 
 
