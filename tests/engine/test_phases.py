@@ -251,6 +251,29 @@ def test_without_memory_for_all_graphs_there_are_fewer_and_one_warning(
         Phase(full(error), torch.device("cpu"), needs_all_graphs=True).capture(NONE_NP, (32,))
 
 
+def test_a_graph_over_replaced_tensors_is_gone_though_there_is_no_memory_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cache is allocated twice at a start, and each time all is captured."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    is_full = False
+
+    def body(integers: Tensor, shape: Shape) -> int:
+        if is_full and shape == (8,):
+            raise torch.OutOfMemoryError
+        return shape[0]
+
+    passes: Phase[int] = Phase(body, torch.device("cpu"))
+    with without_gpu():
+        for size in (8, 4):
+            passes.capture(NONE_NP, (size,))
+        is_full = True
+        for size in (8, 4):
+            passes.capture(NONE_NP, (size,))
+    assert [*passes.captured] == [(4,)]
+    assert passes.padded((5,)) == (5,)
+
+
 def test_other_errors_of_a_capture_are_raised() -> None:
     def fail(integers: Tensor, shape: Shape) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
