@@ -41,7 +41,7 @@ gpu-engine: GPU_TESTS := $(patsubst %,tests/engine/test_%.py,network loop loop_f
 	decoder quantised_checkpoints memory prompt_logprobs logprobs_overlap pipeline phases batch_invariant_answers compiling \
 	heads block_heads mtp fp8_pages batch_invariance_at_load head_loading predictions ranked_drafts unread_rows)
 gpu-families: GPU_TESTS := $(patsubst %,tests/engine/test_%.py,hybrids hybrid_mtp hybrid_loading quantised_hybrids \
-	kept_states host_tier expert_models quantised_experts shared_experts)
+	kept_states host_tier host_tier_answers expert_models quantised_experts shared_experts)
 gpu-joints: GPU_TESTS := tests/engine/test_losslessness.py tests/engine/test_edit_losslessness.py
 
 # For Linux with Python 3.11, as constraints.txt; pip itself can check hashes but not write them down.
