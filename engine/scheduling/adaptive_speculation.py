@@ -23,6 +23,7 @@ is left here for a sequence: to draft, or not to.
 """
 
 from collections.abc import Sequence
+from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -104,12 +105,14 @@ class AdaptiveSpeculation:
         named: Sequence[int] = (),
         *,
         num_prompt_rows: int = 0,
+        speedup: float = 1.0,
     ) -> list[int]:
         """k of each sequence that leaves it open, in a step that decodes `num_seqs` in all.
 
         `owns` are theirs. Others have `named` a k, or get no drafts. The step
         also computes `num_prompt_rows`. If these are many, its time says little, so this is no
-        moment to try anything.
+        moment to try anything. Nor is it while nobody knows what lookups bring: `speedup` is how
+        many times as many tokens in a time, or inf.
         """
         is_timed = times_decoding(num_prompt_rows, num_seqs)
         self.is_trial = self.is_measuring = False
@@ -126,7 +129,10 @@ class AdaptiveSpeculation:
         if best.rate > MIN_GAIN * choices[self._usual_k].rate:
             self._usual_k = best.k
         choice, self._best_rate = choices[self._usual_k], best.rate
-        tried = self._trials.next(choice, choices, self.price.pace_s, may_begin=is_timed)
+        may_begin = is_timed and speedup < inf
+        tried = self._trials.next(
+            choice, choices, self.price.pace_s, may_begin=may_begin, speedup=speedup
+        )
         self.is_trial = self.is_measuring = tried is not None
         choice = tried or choice
         self.k = choice.k

@@ -1,5 +1,6 @@
 """How many drafts each sequence of a step gets, and which source makes them."""
 
+from math import inf
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -79,9 +80,12 @@ class Drafting:
         """Choose the numbers of drafts for a step that also computes these prompts."""
         adaptive, before = self._sequences.adaptive, self._decoding
         self._decoding = decoding
+        speedup = 1.0 if self._worth is None else self._worth.speedup
         self._worth = None
         if adaptive is None:
             return
+        if decoding != before and any(map(_is_untried, decoding)):
+            speedup = inf
         # Mostly they are those of the step before. Who was left out there may have a draft now.
         if decoding != before or len(self._open) + len(self._named) < len(decoding):
             able = [r for r in self._proposer.draws_for(decoding) if r.speculates]
@@ -95,6 +99,7 @@ class Drafting:
             self._owns,
             self._named,
             num_prompt_rows=min(num_prompt_rows, self._sequences.config.max_num_batched_tokens),
+            speedup=speedup,
         )
         self.k = adaptive.k
         self._chosen = dict(zip(self._open, chosen, strict=True)) if self.k > 0 else {}
@@ -171,9 +176,13 @@ class Drafting:
             plan.rank(ranked, adaptive.budget._replace(num_drafts=num_drafts))
 
     def forgo_lookups_that_do_not_pay(self, plan: Plan) -> None:
-        """Take looked-up drafts back if all of the step's together are not worth their cost."""
-        wished = [scheduled for scheduled in plan.scheduled if scheduled.wish is not None]
+        """Take looked-up drafts back if all of the step's together are not worth their cost.
+
+        Who waits for a step has none in this one.
+        """
+        wished = [s for s in plan.scheduled if s.wish is not None and not s.wish.waits]
         if wished and not self.worth().pays:
+            self._worth = None
             for scheduled in wished:
                 scheduled.forgo_lookup()
 
@@ -238,3 +247,8 @@ class Drafting:
         self._proposer.forget(request)
         self._num_questions.pop(request, None)
         self._chosen, self._decoding, self._open, self._owns, self._named = {}, [], [], [], []
+
+
+def _is_untried(request: Request) -> bool:
+    """Whether it predicts its answer, of which nothing is known yet."""
+    return request.looks_up and request.num_output_tokens == 0 and bool(request.predicted_token_ids)

@@ -16,7 +16,12 @@ class Worth:
     @property
     def pays(self) -> bool:
         """Whether all that was taken is worth what it costs together."""
-        return self._num_tokens > self._num_without * (self._cost + self._any_cost)
+        return self.speedup > 1
+
+    @property
+    def speedup(self) -> float:
+        """How many times as many tokens in a time as without what was taken."""
+        return self._num_tokens / self._num_without / (self._cost + self._any_cost)
 
     def best(self, chances: Sequence[float]) -> tuple[int, float]:
         """How many drafts of a sequence pay, and how many of them are expected to be accepted.

@@ -31,10 +31,19 @@ class Trials:
         self._tries_more = False
 
     def next(
-        self, usual: Choice, choices: Mapping[int, Choice], pace_s: float, *, may_begin: bool
+        self,
+        usual: Choice,
+        choices: Mapping[int, Choice],
+        pace_s: float,
+        *,
+        may_begin: bool,
+        speedup: float = 1.0,
     ) -> Choice | None:
-        """What the next step tries; None: nothing. `choices` are by k."""
-        self._usual_rate = usual.rate
+        """What the next step tries; None: nothing. `choices` are by k. Lookups, which no step of a
+        trial has, bring `speedup` times as many tokens in a time.
+        """
+        if self._num_left == 0:  # those of a trial are held against the steps before it
+            self._usual_rate = speedup * usual.rate
         if self._k == usual.k or self._k not in choices:
             self._num_left = 0
         if self._num_left == 0 and may_begin:
@@ -60,7 +69,7 @@ class Trials:
         below = [choice for k, choice in choices.items() if k < usual.k]
         candidates = above if above and (self._tries_more or not below) else below
         other = max(candidates, key=lambda choice: choice.rate)
-        lost = NUM_STEPS * (other.cost - other.num_tokens / usual.rate)
+        lost = NUM_STEPS * (other.cost - other.num_tokens / self._usual_rate)
         if self._credit_s >= max(lost, LEAST_LOSS * usual.cost) * pace_s:
             self._k, self._num_left = other.k, NUM_STEPS
             self._credit_s = 0.0

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from math import prod
+from math import inf, prod
 
 import numpy as np
 import pytest
@@ -376,3 +376,18 @@ def test_a_trial_ends_even_where_it_wins() -> None:
         before = k
     assert adaptive.k == 0
     assert num_trials < 50
+
+
+def test_a_trial_may_lose_no_more_where_lookups_bring_most_tokens() -> None:
+    """No step of it has any."""
+    lost = {}
+    for speedup in (1.0, 12.0, inf):
+        adaptive, num_trials = AdaptiveSpeculation(MAX_K), 0
+        for step in range(4000):
+            [k] = adaptive.choose(1, [OwnAcceptance()], speedup=1.0 if step < 500 else speedup)
+            num_trials += adaptive.is_trial and step >= 500
+            observe(adaptive, [k], [0], memory_bound(1, k))
+        lost[speedup] = num_trials / 3500  # of the time, where lookups bring the most
+    assert lost[1.0] > 3 * SPENT
+    assert 0 < lost[12.0] < SPENT
+    assert lost[inf] == 0

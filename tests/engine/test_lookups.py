@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise, repeat
+from math import inf
 from operator import mul
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 from engines import GREEDY, engine_config, lagging, prompts, run, tokens
 from tiny_models import VOCAB, Tiny
 
-from outrider.engine.acceptance import Hits, OwnHits
+from outrider.engine.acceptance import Hits, OwnAcceptance, OwnHits
 from outrider.engine.api import NewRequest
 from outrider.engine.engine import Engine
 from outrider.engine.plan import Plan
@@ -256,6 +257,41 @@ def test_a_right_prediction_takes_few_steps_where_the_model_does_not_draft(
     assert len(outputs) <= 8  # a k that is named is of the model's drafts, too
     [outputs] = run(engine, [PROMPT], replace(LONG, num_speculative_tokens=0), [tokens(plain)])
     assert len(outputs) == 40
+
+
+@pytest.mark.parametrize("num_tried", [0, 2])
+def test_predictions_are_drafted_again_right_behind_drafts_of_the_model(
+    tiny_model: Tiny, num_tried: int
+) -> None:
+    """Many that wait for such a step have not looked in vain, or each would pause for long."""
+    target = tiny_model("llama", seed=0)
+    draft = tiny_model("llama", seed=0, num_hidden_layers=1)
+    sizes = {"max_num_seqs": 12, "max_num_batched_tokens": 512}
+    engine = lagging(engine_config(target, draft, k=1, adaptive=True, **sizes))
+    adaptive = engine.sequences.adaptive
+    assert adaptive is not None
+    steps = iter(range(1000))
+
+    speedups: list[float] = []
+
+    def choose(_: int, owns: list[OwnAcceptance], *args: object, **options: float) -> list[int]:
+        speedups.append(options["speedup"])
+        adaptive.k = int(2 <= next(steps) < 2 + num_tried)
+        adaptive.is_measuring = adaptive.k > 0
+        return [adaptive.k] * len(owns)
+
+    some = prompts([9] * 12, VOCAB)
+    params = replace(LONG, temperature=1.0, verification="match")  # so that nothing repeats
+    plain = run(engine, some, replace(params, num_speculative_tokens=0))
+    adaptive.choose = choose  # type: ignore[method-assign]
+    adaptive.worth = lambda num_seqs: Worth(num_seqs, 1e-6)  # type: ignore[method-assign]
+    num_before = engine.stats().steps
+    outputs = run(engine, some, params, [tokens(each) for each in plain])
+    assert [tokens(each) for each in outputs] == [tokens(each) for each in plain]
+    assert speedups[:2] == [1.0, inf]  # before the first step that looks up nobody knows
+    assert speedups[2] > 5
+    waits = int(num_tried > 0)  # a step, until the drafts of the last one are known
+    assert engine.stats().steps - num_before <= 3 + num_tried + waits
 
 
 def test_costs_are_learned_though_every_step_could_look_drafts_up(tiny_model: Tiny) -> None:
