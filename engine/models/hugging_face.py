@@ -7,6 +7,7 @@ name in the interface, and that function knows the model's current batch.
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -54,7 +55,7 @@ class HuggingFaceModel(Network):
         self._batch: ForwardBatch | None = None  # None during the dry run
         self._num_calls = 0
         name = _NAME.format(next(_numbers))
-        AttentionInterface.register(name, self._attend)
+        AttentionInterface.register(name, _weak(self._attend))
         with _weights_counted(report), _own_attention_explained(name):
             model = load_pretrained(
                 Path(config.path),
@@ -213,6 +214,18 @@ class HuggingFaceModel(Network):
                 f"of its {num_layers} layers, {len(self._attention_of)} called our attention, "
                 f"{self._num_calls} times in all"
             )
+
+
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a method, but keeps no model alive: transformers never drops what it registered."""
+    own = weakref.WeakMethod(method)
+
+    def call(*args: Any, **options: Any) -> Any:
+        bound = own()
+        assert bound is not None, "only the model's own layers call it"
+        return bound(*args, **options)
+
+    return call
 
 
 class PackedLinear(nn.Module):

@@ -1,5 +1,7 @@
 """Models over our pages, ours and transformers', give the logits of their own eager attention."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -8,6 +10,7 @@ import pytest
 import torch
 from paged import check_against_eager
 from tiny_models import DEVICE, TINY
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.engine.config import ModelConfig
@@ -147,6 +150,29 @@ def test_code_that_fails_is_a_reason_to_refuse(
     match = r"gemma2.*transformers' code fails \(AttributeError: no such thing\)"
     with pytest.raises(UnsupportedModelError, match=match):
         load_network(ModelConfig(path=str(tiny_model("gemma2"))), DEVICE)
+
+
+def test_a_model_that_nobody_holds_is_freed(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers keeps attention functions for ever: also those of a draft that is left out."""
+    config = ModelConfig(path=str(tiny_model("gemma2")))
+    network = load_network(config, DEVICE)
+    assert isinstance(network, HuggingFaceModel)
+    loaded = [weakref.ref(network.model)]
+    del network
+    run = HuggingFaceModel._run
+
+    def broken(self: HuggingFaceModel, *args: Tensor) -> NoReturn:
+        loaded.append(weakref.ref(self.model))
+        run(self, *args)
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(HuggingFaceModel, "_run", broken)
+    with pytest.raises(UnsupportedModelError, match="no such thing"):
+        load_network(config, DEVICE)
+    gc.collect()
+    assert [each() for each in loaded] == [None, None]
 
 
 def test_code_that_reads_a_packed_weight_finds_it(tiny_model: Callable[..., Path]) -> None:
