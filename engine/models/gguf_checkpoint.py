@@ -56,7 +56,7 @@ def _rope_scaling(metadata: dict[str, Any], prefix: str) -> str | None:
 def why_unpacked(file: GgufFile) -> str | None:
     """Why the weights of a file that is read whole cannot be kept quantised; None if they can.
 
-    Raises UnknownFormatError naming a type that has no reader here.
+    Raises UnknownTypeError naming a type that has no reader here.
     """
     if architecture_of(file.metadata) is None:
         return f"its architecture is {file.metadata.get('general.architecture')}"

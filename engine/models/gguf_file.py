@@ -18,6 +18,8 @@ MAGIC, _VERSIONS = b"GGUF", (2, 3)
 DEFAULT_ALIGNMENT = 32
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
+# What a broken header makes of a number, or of arrays in arrays.
+_BEYOND_LIMITS = (OverflowError, MemoryError, RecursionError)
 
 
 def holds_gguf(folder: Path) -> bool:
@@ -124,7 +126,7 @@ class GgufFile:
         self.entries: dict[str, Entry] = {}  # by the names of tensors
         try:
             self._read_header()
-        except (struct.error, KeyError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        except (struct.error, KeyError, UnicodeDecodeError, *_BEYOND_LIMITS) as error:
             raise ValueError(f"{path.name} is a broken GGUF file: {error!r}") from None
 
     @property
@@ -133,7 +135,7 @@ class GgufFile:
         return memoryview(self._bytes)[min(self._start, len(self._bytes)) :]
 
     def format_of(self, name: str) -> GgmlType:
-        """Raises UnknownFormatError naming the type."""
+        """Raises UnknownTypeError naming the type."""
         type_id = self.entries[name].type_id
         if type_id not in GGML_TYPES:
             from gguf import GGMLQuantizationType  # which the engine otherwise does without
@@ -150,7 +152,7 @@ class GgufFile:
     def read(self, name: str, part: int | None = None) -> Codes:
         """A tensor as a matrix, or one entry of its first dimension; one dimension becomes one row.
 
-        Raises UnknownFormatError.
+        Raises UnknownTypeError.
         """
         format_, entry = self.format_of(name), self.entries[name]
         shape, index = (entry.shape, 0) if part is None else (entry.shape[1:], part)

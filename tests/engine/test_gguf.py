@@ -1,5 +1,6 @@
 """GGUF files run as they are: their formats, and what the compiled layers make of them."""
 
+import struct
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -105,6 +106,16 @@ def test_a_layer_of_another_width_is_reported(tmp_path: Path) -> None:
     sizes = {f"model.layers.0.self_attn.{name}_proj": 8 for name in "qk"}
     with pytest.raises(ValueError, match=r"k_proj.weight is 8 x 64; .* must be 8 x 32"):
         checkpoint.linear(32, sizes)
+
+
+def test_arrays_in_arrays_without_end_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    array, one = struct.pack("<I", 9), struct.pack("<Q", 1)  # of one array each
+    value = array + (array + one) * 100_000
+    key = struct.pack("<Q", 1) + b"k"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + value)
+    with pytest.raises(ValueError, match="broken GGUF file"):
+        GgufFile(path)
 
 
 @pytest.mark.parametrize("alignment", [0, "x"])
