@@ -69,7 +69,7 @@ def choose_ranks(config: EngineConfig) -> EngineConfig:
             log.warning("%s, so there is no draft model: %s", text, draft.instead)
             return choose_ranks(without)
     if num is None:
-        can_share = (n for n in range(2, _MOST_ADVISED) if sharing.why_not(n) is None)
+        can_share = (n for n in range(2, _MOST_ADVISED + 1) if sharing.why_not(n) is None)
         enough = fewest_gpus(weights, room_bytes, can_share)
         advised = [f"{enough} GPUs of this size"] if enough else []
         advised += [*_changes_that_fit(config, most_bytes, numbers), "a checkpoint in fewer bits"]

@@ -103,6 +103,7 @@ def test_what_fits_on_no_number_of_gpus_is_refused_with_what_would(
             yield name, size * factor if in_layer else 2.1e9 * (size > 100)
 
     monkeypatch.setattr(choice, "_tensors", as_large)
+    monkeypatch.setattr(choice, "_MOST_ADVISED", 4)
     machine_of(monkeypatch, 85.5e9, 85.5e9)
     config = on_gpu(tiny_model(), draft)
     with pytest.raises(ConfigError) as refused:
