@@ -30,8 +30,8 @@ from .model_classes import AutoModelForCausalLM
 from .one_prompt import PAGE, num_pages_of, one_prompt
 from .parts.base import Part
 
-# Rows of a prompt, of a decode and of a verification: each runs other kernels.
 _NUM_NEARBY = 4  # inputs that show how a layer enlarges rounding
+# Rows of a prompt, of a decode and of a verification: each runs other kernels.
 CHECKED_LENGTHS = (40, 1, 5)
 
 
