@@ -1,9 +1,10 @@
 """Attention of one layer over its pages, and the batch that the layers of a pass share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
@@ -71,8 +72,10 @@ class ForwardBatch:
     # [num_slots] known tokens of each sequence; rows at these positions or beyond are of drafts
     num_tokens: Tensor
     batch_invariant: bool = False
-    # Whether there are more rows than decodes and verifications have: so some are of a prompt.
-    holds_prompt: bool = False
+    # How many rows decodes and verifications of so many sequences have at most; None: any number
+    most_decoding: int | None = None
+    # [B] how many of each sequence's last rows get logits; None: not known
+    num_logits: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._blocks: dict[tuple[int, int, int | None, int, int, bool], list[RowBlock]] = {}
@@ -94,15 +97,16 @@ class ForwardBatch:
             slots.block_tables,
             slots.page_size,
             slots.num_tokens,
-            holds_prompt=_holds_prompt(len(rows.slots), len(rows.positions), slots),
+            most_decoding=_most_decoding(len(rows.slots), slots),
         )
 
     @staticmethod
     def unpack(packed: Tensor, shape: Shape, slots: Slots, ahead: int = 0) -> "ForwardBatch":
         """The batch of `HostBatch.packed`; a row reads the token `ahead` places after its own."""
         num_seqs, num_rows, num_logits = shape
+        sequences = packed.view(4, -1)[:, :num_seqs]
         rows, input_ids, logits_rows = lay_out(
-            packed.view(4, -1)[:, :num_seqs],
+            sequences,
             num_rows,
             num_logits,
             slots.num_tokens,
@@ -118,8 +122,30 @@ class ForwardBatch:
             slots.block_tables,
             slots.page_size,
             slots.num_tokens,
-            holds_prompt=_holds_prompt(num_seqs, num_rows, slots),
+            most_decoding=_most_decoding(num_seqs, slots),
+            num_logits=sequences[3],
         )
+
+    @property
+    def holds_prompt(self) -> bool:
+        """Whether some rows must be of a prompt."""
+        return self.most_decoding is not None and len(self.rows.positions) > self.most_decoding
+
+    def of_logits(self) -> "KeptRows":
+        """The rows that get logits."""
+        assert self.num_logits is not None
+        bounds = F.pad(self.num_logits.cumsum(0), (1, 0))
+        return self.keeping(self.logits_rows, self.rows.seq_lens, bounds)
+
+    def keeping(self, rows: Tensor, seq_lens: Tensor, bounds: Tensor) -> "KeptRows":
+        """These rows alone, of each sequence some that follow one another.
+
+        Shape: rows [N]; seq_lens [B], up to each sequence's last of them; bounds [B + 1]
+        """
+        own = self.rows
+        places = own.slot_of_row[rows], own.positions[rows], own.places[rows]
+        batch = replace(self, rows=BatchRows(*places, own.slots, seq_lens, bounds))
+        return KeptRows(rows, batch)
 
     def rotary(self, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of every row. Shape: [T, rotary_dim] each."""
@@ -196,13 +222,20 @@ class ForwardBatch:
         return self._blocks[key]
 
 
-def _holds_prompt(num_seqs: int, num_rows: int, slots: Slots) -> bool:
-    """Whether some rows of a batch must be of a prompt.
+class KeptRows(NamedTuple):
+    """Rows of a batch whose outputs are read: a last layer need not compute the others."""
+
+    rows: Tensor  # [N], of the batch
+    batch: ForwardBatch  # of these alone, for what attends
+
+
+def _most_decoding(num_seqs: int, slots: Slots) -> int:
+    """How many rows a batch without prompts has at most.
 
     A captured pass with prompts has room for all sequences, so its rows are few for each. Divided
     among them as decodes are, the partial sums of 4096 rows over long sequences take gigabytes.
     """
-    return num_rows > max(MOST_LOOKED_UP_ROWS, num_seqs * (slots.max_drawn + 1))
+    return max(MOST_LOOKED_UP_ROWS, num_seqs * (slots.max_drawn + 1))
 
 
 def _behind(num_tokens: int, last_page: int, page_size: int) -> list[int]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.row_codes import Rows
 
-from .attention import ForwardBatch, PagedAttention
+from .attention import ForwardBatch, KeptRows, PagedAttention
 from .network import PagedLayers
 from .parts.base import Part
 from .slot_state import SlotState
@@ -34,19 +34,24 @@ class Block:
             normed = part(x, normed, norm, batch)
         return normed
 
-    def of_rows(self, rows: Tensor, x: Tensor, normed: Rows | None, batch: ForwardBatch) -> Tensor:
-        """x behind the block, of these rows alone: its last part computes no others, unless it
-        keeps something of every row.
+    def of_rows(
+        self, kept: KeptRows, x: Tensor, normed: Rows | None, batch: ForwardBatch
+    ) -> Tensor:
+        """x behind the block, of these rows alone. Shape: x, normed [T, hidden] -> [N, hidden]
 
-        Shape: rows [N]; x, normed [T, hidden] -> [N, hidden]
+        From its last part on that keeps something of every row, it computes no others.
         """
-        *parts, last = self.parts
-        keeps_rows = last.attention is not None or last.state is not None
-        for part in self.parts if keeps_rows else parts:
-            normed = part(x, normed, None, batch)
-        x = x[rows]
-        if len(rows) and not keeps_rows:
-            last(x, None, None, batch)
+        num_for_all = max((i for i, part in enumerate(self.parts, 1) if part.keeps_rows), default=0)
+        if num_for_all:
+            *before, last = self.parts[:num_for_all]
+            for part in before:
+                normed = part(x, normed, None, batch)
+            x = last.of_rows(kept, x, normed, batch)
+        else:
+            x = x[kept.rows]
+        for part in self.parts[num_for_all:]:
+            if len(x):
+                part(x, None, None, kept.batch)
         return x
 
     @property
@@ -127,6 +132,18 @@ class Stack(PagedLayers):
         for block, next_norm in zip(self.blocks, self.next_norms(last), strict=True):
             normed = block(x, normed, next_norm, batch)
         return normed
+
+    def of_rows(
+        self, kept: KeptRows, x: Tensor, normed: Rows | None, batch: ForwardBatch
+    ) -> Tensor:
+        """x behind all blocks, of these rows alone: the last block computes few others.
+
+        Shape: x, normed [T, hidden] -> [N, hidden]
+        """
+        *blocks, last = self.blocks
+        for block, next_norm in zip(blocks, self.next_norms(), strict=False):
+            normed = block(x, normed, next_norm, batch)
+        return last.of_rows(kept, x, normed, batch)
 
     def next_norms(self, last: Norm | None = None) -> list[Norm | None]:
         """The norm behind each block: that of the next block, or the last."""

@@ -90,7 +90,7 @@ class Decoder(Stack, Network):
             self._tap(i, x, taps)
         reads_all = max(self.tapped_layers, default=-1) >= len(blocks)
         if batch.holds_prompt and len(rows) < len(x) and not reads_all:
-            return last.of_rows(rows, x, normed, batch), None
+            return last.of_rows(batch.of_logits(), x, normed, batch), None
         last(x, normed, None, batch)
         self._tap(len(blocks), x, taps)
         if taps is not None and self.num_layers in self.tapped_layers:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.kernels.model.rows import BatchRows, keep_last_rows
+from outrider.kernels.model.rows import BatchRows, keep_last_rows, last_known_rows
 
 from ..models.attention import ForwardBatch
 from ..models.heads.head import AutoregressiveHead
@@ -37,11 +37,19 @@ class LastRows:
         )
 
     def read(self, integers: Tensor, shape: Shape, taps: Tensor, *rows: Tensor) -> Tensor:
-        """Compute the head's rows for a pass of the target, and keep each sequence's last one."""
+        """Compute the head's rows for a pass of the target, and keep each sequence's last one.
+
+        If the pass holds a prompt, the last layer computes no others.
+        """
         batch = self._as_target(ForwardBatch.of_next_tokens(BatchRows(*rows), self._slots))
-        y = self._head(self._head.fused(taps), batch.input_ids, batch)
-        slots, seq_lens, bounds = batch.rows.slots, batch.rows.seq_lens, batch.rows.cu_seqlens_q
-        keep_last_rows(self._y, y, slots, seq_lens, bounds, self._slots.num_tokens)
+        its, kept = batch.rows, None
+        known = its.slots, its.seq_lens, its.cu_seqlens_q, self._slots.num_tokens
+        if batch.holds_prompt:
+            last, seq_lens = last_known_rows(*known)
+            bounds = torch.arange(len(last) + 1, device=last.device)
+            kept = batch.keeping(last, seq_lens, bounds)
+        y = self._head(self._head.fused(taps), batch.input_ids, batch, kept)
+        keep_last_rows(self._y, y, *known, are_last=kept is not None)
         return y
 
     def of(self, slots: Tensor) -> Tensor:

@@ -233,44 +233,120 @@ def _lay_out_kernel(
         tl.store(logits_rows_ptr + first_logits + offset, row, mask=offset < count)
 
 
+def last_known_rows(
+    slots: Tensor, seq_lens: Tensor, bounds: Tensor, num_tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The last row of each sequence that has a known token behind it, and the tokens up to it.
+
+    With n known tokens it is at n - 2; of an unfinished prompt it is the last. Padding has row 0,
+    and one token.
+    Shape: as `keep_last_rows` -> [B], [B] int64
+    """
+    if not uses_triton(slots):
+        return last_known_rows_reference(slots, seq_lens, bounds, num_tokens)
+    rows, lens = torch.empty_like(seq_lens), torch.empty_like(seq_lens)
+    size = triton.cdiv(len(slots), _SEQS)
+    _last_known_rows_kernel[(size,)](
+        rows, lens, slots, seq_lens, bounds, num_tokens, len(slots), SEQS=_SEQS
+    )
+    return rows, lens
+
+
+def last_known_rows_reference(
+    slots: Tensor, seq_lens: Tensor, bounds: Tensor, num_tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    first, last = bounds[:-1], bounds[1:] - 1
+    row = (last - 1 + num_tokens[slots] - seq_lens).clamp(first, last)
+    has_rows = first <= last
+    return row.where(has_rows, 0), (seq_lens - last + row).where(has_rows, 1)
+
+
+@triton.jit
+def _last_known_row(seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_tokens_ptr, mask):
+    """That row of sequences, their slots, tokens up to their last rows, and these."""
+    slot = tl.load(slots_ptr + seq, mask=mask, other=0)
+    first = tl.load(bounds_ptr + seq, mask=mask, other=0)
+    last = tl.load(bounds_ptr + seq + 1, mask=mask, other=0) - 1
+    seq_len = tl.load(seq_lens_ptr + seq, mask=mask, other=0)
+    row = last - 1 + tl.load(num_tokens_ptr + slot, mask=mask, other=0) - seq_len
+    return tl.minimum(tl.maximum(row, first), last), slot, seq_len, first, last
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _last_known_rows_kernel(
+    rows_ptr,  # [num_seqs]
+    lens_ptr,  # [num_seqs]
+    slots_ptr,  # [num_seqs]
+    seq_lens_ptr,  # [num_seqs]
+    bounds_ptr,  # [num_seqs + 1]
+    num_tokens_ptr,  # [num_slots]
+    num_seqs,
+    SEQS: tl.constexpr,
+):
+    seq = tl.program_id(0) * SEQS + tl.arange(0, SEQS)
+    mask = seq < num_seqs
+    row, _, seq_len, first, last = _last_known_row(
+        seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_tokens_ptr, mask
+    )
+    has_rows = first <= last
+    tl.store(rows_ptr + seq, tl.where(has_rows, row, 0), mask=mask)
+    tl.store(lens_ptr + seq, tl.where(has_rows, seq_len - last + row, 1), mask=mask)
+
+
 def keep_last_rows(
-    kept: Tensor, y: Tensor, slots: Tensor, seq_lens: Tensor, bounds: Tensor, num_tokens: Tensor
+    kept: Tensor,
+    y: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    bounds: Tensor,
+    num_tokens: Tensor,
+    *,
+    are_last: bool = False,
 ) -> None:
     """Keep for each sequence the output of its last row that has a known token behind it.
 
-    With n known tokens it is at n - 2; of an unfinished prompt any row is kept.
-    Shape: kept [num_slots, H], y [T, H], both dense; slots, seq_lens (absolute) [B]; bounds
-        [B + 1], of each sequence's rows; num_tokens [num_slots].
+    With n known tokens it is at n - 2; of an unfinished prompt any row is kept. `are_last`: y is of
+    these rows alone.
+    Shape: kept [num_slots, H], y [T, H] or, of the last rows, [B, H], both dense; slots, seq_lens
+        (absolute) [B]; bounds [B + 1], of each sequence's rows; num_tokens [num_slots].
     """
     if not uses_triton(y):
-        keep_last_rows_reference(kept, y, slots, seq_lens, bounds, num_tokens)
+        keep_last_rows_reference(kept, y, slots, seq_lens, bounds, num_tokens, are_last=are_last)
         return
     assert kept.is_contiguous()
     assert y.is_contiguous()
     width = y.shape[1]
     _keep_last_rows_kernel[(len(slots),)](
-        kept, y, slots, seq_lens, bounds, num_tokens, WIDTH=width,
+        kept, y, slots, seq_lens, bounds, num_tokens, WIDTH=width, ARE_LAST=are_last,
         BLOCK=triton.next_power_of_2(width), **dependent_launch(y.device),
     )  # fmt: skip
 
 
 def keep_last_rows_reference(
-    kept: Tensor, y: Tensor, slots: Tensor, seq_lens: Tensor, bounds: Tensor, num_tokens: Tensor
+    kept: Tensor,
+    y: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    bounds: Tensor,
+    num_tokens: Tensor,
+    *,
+    are_last: bool = False,
 ) -> None:
-    first, last = bounds[:-1], bounds[1:] - 1
-    row = last - 1 + num_tokens[slots] - seq_lens
-    kept[slots] = y[row.clamp(first, last)]
+    rows, _ = last_known_rows_reference(slots, seq_lens, bounds, num_tokens)
+    has_rows = bounds[:-1] < bounds[1:]
+    kept[slots[has_rows]] = (y if are_last else y[rows])[has_rows]
 
 
 @triton.jit
 def _keep_last_rows_kernel(
     kept_ptr,  # [num_slots, WIDTH]
-    y_ptr,  # [num_rows, WIDTH]
+    y_ptr,  # [num_rows, WIDTH] or, ARE_LAST, [num_seqs, WIDTH]
     slots_ptr,  # [num_seqs]
     seq_lens_ptr,  # [num_seqs]
     bounds_ptr,  # [num_seqs + 1]
     num_tokens_ptr,  # [num_slots]
     WIDTH: tl.constexpr,
+    ARE_LAST: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -278,11 +354,11 @@ def _keep_last_rows_kernel(
     start_next_kernel(DEPENDENT)
     seq = tl.program_id(0)
     # All known since before the pass, whose first launch is an ordinary one.
-    slot = tl.load(slots_ptr + seq)
-    first = tl.load(bounds_ptr + seq)
-    last = tl.load(bounds_ptr + seq + 1) - 1
-    row = last - 1 + tl.load(num_tokens_ptr + slot) - tl.load(seq_lens_ptr + seq)
-    row = tl.minimum(tl.maximum(row, first), last)
+    row, slot, _, first, last = _last_known_row(
+        seq, slots_ptr, seq_lens_ptr, bounds_ptr, num_tokens_ptr, True
+    )
+    if ARE_LAST:
+        row = seq.to(tl.int64)
     k = tl.arange(0, BLOCK)
     mask = (k < WIDTH) & (first <= last)  # padding has no rows
     wait_for_inputs(DEPENDENT)

@@ -134,7 +134,7 @@ def test_short_passes_attend_in_every_way_that_captured_ones_do(
     def way(num_seqs: int, num_rows: int) -> tuple[int, int]:
         """What attention of decodes is compiled for; of few rows, of any number of sequences."""
         each = -(-num_rows // num_seqs)
-        is_prompt = each > 16 or attention._holds_prompt(num_seqs, num_rows, slots)
+        is_prompt = each > 16 or num_rows > attention._most_decoding(num_seqs, slots)
         return num_seqs, 0 if is_prompt else 1 << (each - 1).bit_length()
 
     short = short_batches(max_num_seqs, 4096, rows_per_seq)

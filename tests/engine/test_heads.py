@@ -16,10 +16,14 @@ from heads import save_tiny_head, tensors_of
 from mtp import save_tiny_mtp_model
 from safetensors.torch import save_file
 from tiny_models import VOCAB, Tiny, save_tiny_model
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.models import attention
+from outrider.engine.models.attention import KeptRows
+from outrider.engine.models.blocks import Block
 from outrider.engine.models.heads.eagle3 import Eagle3Head
 
 K = 3
@@ -153,6 +157,34 @@ def test_drafts_are_drawn_from_the_formulas(
     assert {0, 1, K} <= set(checked)
     drafted, accepted = stats.drafted_per_position, stats.accepted_per_position
     assert drafted[0] > accepted[0] > accepted[1] > accepted[2] > 0
+
+
+@pytest.mark.parametrize("variant", ["flat", "layers", "parallel", "mtp-mimo", "mtp-glm4_moe"])
+def test_of_prompts_the_last_layer_computes_the_rows_that_drafts_start_from(
+    variant: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of sequences that decode beside them, whichever of their rows that is."""
+    monkeypatch.setattr(attention, "_most_decoding", lambda num_seqs, _: num_seqs)
+    target, path = save_pair(target, tmp_path / "head", variant, VARIANTS.get(variant, {}))
+    engine = Engine(engine_config(target, path, k=K, max_num_batched_tokens=16))
+    checked = check_drafts(engine, Truth(target, path), monkeypatch)
+    head = source_of(engine)._head
+    of_rows, computed = Block.of_rows, list[tuple[int, int]]()
+
+    def noted(block: Block, kept: KeptRows, x: Tensor, *args: Any) -> Tensor:
+        y = of_rows(block, kept, x, *args)
+        if block is head.blocks[-1]:
+            computed.append((len(x), len(y)))
+        return y
+
+    monkeypatch.setattr(Block, "of_rows", noted)
+    run(engine, prompts([21, 3, 9, 1], VOCAB), MIXED)
+    assert {0, 1, K} <= set(checked)
+    assert (16, 1) in computed
+    assert any(num_seqs > 1 for _, num_seqs in computed)
+    assert all(num_seqs <= 4 for _, num_seqs in computed)
+    accepted = engine.stats().accepted_per_position
+    assert accepted[0] > accepted[1] > accepted[2] > 0
 
 
 def test_greedy_answers_are_the_targets_own(target: Path, head: Tiny) -> None:

@@ -1,4 +1,6 @@
-"""Rows of a prompt whose last hidden state nobody reads leave out the MLP of the last layer."""
+"""Rows of a prompt whose last hidden state nobody reads leave out what the last layer does with
+it: of attention all but their keys and values, and the MLP.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +19,7 @@ from torch import Tensor
 from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.config import ModelConfig
 from outrider.engine.engine import Engine
+from outrider.engine.models.attention import ForwardBatch, PagedAttention
 from outrider.engine.models.compiled_decoder import CompiledDecoder
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.loading import load_network
@@ -125,6 +128,35 @@ def test_rows_without_logits_leave_out_the_last_mlp(
     found = computed(network, three, three, LENS).logits
     computed(network, LENS, LENS)
     assert_equal(network, found, computed(network, three, three, LENS).logits)
+
+
+GATED = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"), [("llama", {}), ("qwen3_5_moe_text", GATED)]
+)
+def test_rows_without_logits_do_not_attend_in_the_last_layer(
+    architecture: str,
+    overrides: dict[str, Any],
+    tiny_model: Tiny,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = load(tiny_model(architecture, **overrides))
+    whole = computed(network, LENS, LENS).logits
+    counts, call = list[tuple[bool, int]](), PagedAttention.__call__
+
+    def counted(layer: PagedAttention, query: Tensor, batch: ForwardBatch) -> Tensor:
+        counts.append((layer is network.attentions[-1], len(query)))
+        return call(layer, query, batch)
+
+    monkeypatch.setattr(PagedAttention, "__call__", counted)
+    for num_logits in (NUM_LOGITS, np.array([0, 70, 0]), 0 * LENS):
+        counts.clear()
+        few = computed(network, LENS, num_logits).logits
+        before = [(False, sum(LENS))] * (len(network.attentions) - 1)
+        assert counts == [*before, *([(True, sum(num_logits))] if any(num_logits) else [])]
+        assert_equal(network, few, last_of_each(whole, num_logits))
 
 
 def test_a_pass_without_logits_leaves_out_the_last_mlp_altogether(

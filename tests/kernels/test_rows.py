@@ -10,6 +10,8 @@ from verification import DEVICE
 from outrider.kernels.model.rows import (
     keep_last_rows,
     keep_last_rows_reference,
+    last_known_rows,
+    last_known_rows_reference,
     lay_out,
     lay_out_reference,
     places_of,
@@ -143,3 +145,15 @@ def test_the_row_before_the_last_known_token_is_kept(width: int) -> None:
     assert torch.equal(got[:5], expected[:5])
     rows = torch.tensor([1, 4, 15, 19], device=DEVICE)
     assert torch.equal(got[[4, 0, 2, 3]], given[0][rows])
+    assert not got[5].any()  # padding keeps nothing
+
+    # These rows alone: padding has a row of its own, and keeps it as little.
+    last, lens = last_known_rows(*given[1:])
+    assert last.tolist() == [*rows.tolist(), 0]
+    assert lens.tolist() == [6, 40, 8, 12, 1]
+    for each in zip(last_known_rows_reference(*given[1:]), (last, lens), strict=True):
+        assert torch.equal(*each)
+    for keep in (keep_last_rows, keep_last_rows_reference):
+        alone = torch.zeros_like(got)
+        keep(alone, given[0][last], *given[1:], are_last=True)
+        assert torch.equal(alone, got)

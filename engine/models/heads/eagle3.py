@@ -24,7 +24,7 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 
-from ..attention import ForwardBatch
+from ..attention import ForwardBatch, KeptRows
 from .head import AutoregressiveHead
 
 
@@ -64,7 +64,9 @@ class Eagle3Head(AutoregressiveHead):
             return self.fc(torch.cat(each, -1))
         return self.fc(taps.flatten(1))
 
-    def __call__(self, f: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:
+    def __call__(
+        self, f: Tensor, next_ids: Tensor, batch: ForwardBatch, kept: KeptRows | None = None
+    ) -> Tensor:
         both = f.new_empty(len(f), 2 * self.hidden_size)
         e, a = both.chunk(2, -1)
         norm = self.blocks[0].mixer.norm
@@ -72,6 +74,8 @@ class Eagle3Head(AutoregressiveHead):
         rms_norm(self.embedding, norm, next_ids, out=e)
         rms_norm(f, self.hidden_norm, out=a)
         x = a.contiguous() if self.norm_before_residual else f
+        if kept is not None:
+            return self.of_rows(kept, x, both, batch)
         self.through_blocks(x, both, batch)
         return x
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outrider.kernels.model.rms_norm import Norm
 
-from ..attention import ForwardBatch
+from ..attention import ForwardBatch, KeptRows
 from ..blocks import Block, Stack
 from ..token_map import TokenMap
 from ..weights import Change, Layer, Linear, Weight
@@ -66,8 +66,13 @@ class AutoregressiveHead(Head):
         """f of the target's states. Shape: [T, num_taps, target's hidden] -> [T, hidden]."""
 
     @abstractmethod
-    def __call__(self, f: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:
-        """y of every row; may overwrite f. Shape: f [T, hidden], next_ids [T] -> [T, hidden]."""
+    def __call__(
+        self, f: Tensor, next_ids: Tensor, batch: ForwardBatch, kept: KeptRows | None = None
+    ) -> Tensor:
+        """y of every row, or of these alone; may overwrite f.
+
+        Shape: f [T, hidden], next_ids [T] -> [T, hidden] or [N, hidden]
+        """
 
     @abstractmethod
     def recycled(self, y: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.row_codes import plain
 
-from ..attention import ForwardBatch
+from ..attention import ForwardBatch, KeptRows
 from .config import MtpNames
 from .head import AutoregressiveHead
 
@@ -45,7 +45,9 @@ class MtpHead(AutoregressiveHead):
     def fused(self, taps: Tensor) -> Tensor:
         return taps.flatten(1)
 
-    def __call__(self, f: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:
+    def __call__(
+        self, f: Tensor, next_ids: Tensor, batch: ForwardBatch, kept: KeptRows | None = None
+    ) -> Tensor:
         both = f.new_empty(len(f), 2 * self.hidden_size)
         halves = both.chunk(2, -1)
         e, h = halves if self._names.embedding_first else halves[::-1]
@@ -54,6 +56,8 @@ class MtpHead(AutoregressiveHead):
             e *= (batch.rows.positions > 0)[:, None]
         rms_norm(f, self.hidden_norm, out=h)
         x = self.fc(both)
+        if kept is not None:
+            return rms_norm(self.of_rows(kept, x, None, batch), self.norm)
         y = self.through_blocks(x, None, batch, self.norm)
         return rms_norm(x, self.norm) if y is None else plain(y)
 

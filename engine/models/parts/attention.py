@@ -10,7 +10,7 @@ from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.row_codes import Rows
 from outrider.kernels.model.sigmoid_gate import gate_heads
 
-from ..attention import ForwardBatch, PagedAttention, Rope
+from ..attention import ForwardBatch, KeptRows, PagedAttention, Rope
 from ..checkpoint import AnyCheckpoint
 from ..shares import Cut, Outputs, Ranks, Section
 from ..weights import Linear
@@ -120,10 +120,32 @@ class Attention(Part):
     def __call__(
         self, x: Tensor, normed: Rows | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Rows | None:
+        if uses_triton(x):
+            batch.items(self.attention)  # before the product, as in `_stored`
+        query, qkv = self._stored(x, normed, batch)
+        return self._add_attended(x, query, qkv, next_norm, batch)
+
+    def of_rows(
+        self, kept: KeptRows, x: Tensor, normed: Rows | None, batch: ForwardBatch
+    ) -> Tensor:
+        rows, its = kept
+        if uses_triton(x):
+            its.items(self.attention)
+        query, qkv = self._stored(x, normed, batch)
+        x = x[rows]
+        if len(rows):
+            # Gates lie as those of all rows do: a CPU's sigmoid has other bits where they do not.
+            self._add_attended(x, query[rows], qkv[rows] if self.gated else qkv, None, its)
+        return x
+
+    def _stored(self, x: Tensor, normed: Rows | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Queries of rows whose KV is stored then, and the product that they are of.
+
+        Shape: x, normed [T, hidden] -> [T, num_heads, head_dim], [T, outputs of qkv]
+        """
         # Launched before the product: what reads them does so before it waits for its inputs.
         batch.rotary(self.rope, x.dtype)
         if uses_triton(x):
-            batch.items(self.attention)
             batch.places(self.attention)
         qkv = self.qkv.of_normed(x, normed, self.norm)
         attend = self.attention
@@ -137,7 +159,18 @@ class Attention(Part):
         query = attend.store(
             qkv, attend.num_heads, self.rope, self.head_norms, batch, gated=self.gated
         )
-        attended = attend(query, batch)
+        return query, qkv
+
+    def _add_attended(
+        self,
+        x: Tensor,
+        query: Tensor,
+        qkv: Tensor,
+        next_norm: Norm | None,
+        batch: ForwardBatch,
+    ) -> Rows | None:
+        """Let rows attend, and add the outputs to x; returns next_norm(x) or None."""
+        attended = self.attention(query, batch)
         if not self.gated:
             return self.add(x, self.output, attended.flatten(1), next_norm)
         rows = gate_heads(attended, self._gates(qkv), self.output.weight.row_format)

@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.row_codes import Rows
 
-from ..attention import ForwardBatch, PagedAttention, Rope
+from ..attention import ForwardBatch, KeptRows, PagedAttention, Rope
 from ..shares import Ranks
 from ..slot_state import SlotState
 from ..weights import Layered, Linear
@@ -54,6 +54,21 @@ class Part(Layered, ABC):
         self, x: Tensor, normed: Rows | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Rows | None:
         """Shape: x, normed [T, hidden]; returns next_norm(x) or None."""
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether it keeps something of every row."""
+        return self.attention is not None or self.state is not None
+
+    def of_rows(
+        self, kept: KeptRows, x: Tensor, normed: Rows | None, batch: ForwardBatch
+    ) -> Tensor:
+        """x behind the part, of these rows alone, once it has kept what it keeps of every row.
+
+        Shape: x, normed [T, hidden] -> [N, hidden]
+        """
+        self(x, normed, None, batch)
+        return x[kept.rows]
 
     def add(self, x: Tensor, layer: Linear, y: Rows, next_norm: Norm | None) -> Rows | None:
         """Add what its last layer makes of y to x; returns next_norm(x) or None."""
