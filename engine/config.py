@@ -58,8 +58,8 @@ class SpeculationConfig:
     suffix_answers_mib: int = 0  # memory for recent answers, which are looked into as well
 
     @property
-    def max_drafts(self) -> int:
-        """Of a sequence in one step."""
+    def k(self) -> int:
+        """Tokens that a model drafts of a sequence in one step, at most; 0: nothing drafts."""
         return self.num_speculative_tokens if self.sources else 0
 
     @property
@@ -120,7 +120,7 @@ class EngineConfig:
     @property
     def loaded_draft(self) -> ModelConfig | None:
         """The draft, if something is drafted with it."""
-        drafts = "draft_model" in self.speculation.sources and self.speculation.max_drafts > 0
+        drafts = "draft_model" in self.speculation.sources and self.speculation.k > 0
         return self.draft if drafts else None
 
     def without_draft(self) -> "EngineConfig":

@@ -100,7 +100,7 @@ class Engine:
             host_bytes=worker.host_pages[1].num_bytes if worker.host_pages else 0,
             num_states=worker.slots.num_states,
             max_num_seqs=self._config.scheduler.max_num_seqs,
-            num_speculative_tokens=self._config.speculation.max_drafts,
+            num_speculative_tokens=self._config.speculation.k,
             max_drafts=max_drafts,
             sources=sources,
             share_of_text=vocabulary.share_of_text if vocabulary else 1.0,

@@ -70,7 +70,7 @@ class Worker:
         set_threads(config.num_threads, config.target.tensor_parallel, self.device)
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # Triton launches on the current device
-        k = config.speculation.max_drafts
+        k = config.speculation.k
         if k > MAX_DRAFTS:
             raise ConfigError(f"num_speculative_tokens is {k}; it must be at most {MAX_DRAFTS}")
         check_ranks(config, self.device)
@@ -94,7 +94,7 @@ class Worker:
             raise
 
     def _build(self, config: EngineConfig, report: ReportProgress) -> None:
-        k = config.speculation.max_drafts
+        k = config.speculation.k
         others = [] if self.followers is None else [partial(self.followers.shared, report=report)]
         self.pair = ModelPair(config, report, *others)
         max_drafts = MAX_DRAFTS if k > 0 else 0  # k is for models; what is looked up costs rows
