@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outrider.engine.api import NewRequest, SamplingParams, ignore_progress
 from outrider.engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from outrider.engine.engine import Engine
-from outrider.engine.models.gguf_file import FILE_NAME
+from outrider.engine.models.weight_files import GGUF
 from outrider.server.models.builtin import BUILTINS, obtain
 
 QUESTIONS = [
@@ -113,7 +113,7 @@ def main() -> None:
         for question in QUESTIONS
     ]
     hugging_face = AutoModelForCausalLM.from_pretrained(
-        path, dtype=args.dtype, gguf_file=FILE_NAME
+        path, dtype=args.dtype, gguf_file=GGUF
     ).eval()
     plain = build({"sources": ()}, args.dtype)
     speculating = {

@@ -14,9 +14,10 @@ from outrider.kernels.cpu.packing import BLOCK, Codes, Layout, pack_tiles
 from ..progress import ReportCounts
 from .checkpoint import EMBEDDING, AnyCheckpoint, Checkpoint, check_shape
 from .gguf_architectures import architecture_of
-from .gguf_file import FILE_NAME, GgmlType, GgufFile, holds_gguf
+from .gguf_file import GgmlType, GgufFile
 from .narrow_weight import Stacked
 from .shares import Cut, Outputs, num_outputs
+from .weight_files import GGUF, holds_gguf
 from .weights import Axis, Dense, Matrix, Tiles
 
 # Tensors that stretch RoPE: by Llama 3.1's rule, and by LongRoPE.
@@ -98,7 +99,7 @@ class GgufCheckpoint(AnyCheckpoint):
     ) -> None:
         """Raises ValueError if the file is broken, or its architecture not known here."""
         super().__init__(dtype, device, report)
-        self._file = GgufFile(folder / FILE_NAME)
+        self._file = GgufFile(folder / GGUF)
         architecture = architecture_of(self._file.metadata)
         if architecture is None:
             raise ValueError(why_unpacked(self._file))

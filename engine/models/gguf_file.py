@@ -12,19 +12,12 @@ from torch import Tensor
 
 from outrider.kernels.cpu.packing import Codes, Layout
 
-FILE_NAME = "model.gguf"  # in a model directory
-
 MAGIC, _VERSIONS = b"GGUF", (2, 3)
 DEFAULT_ALIGNMENT = 32
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 # What a broken header makes of a number, or of arrays in arrays.
 _BEYOND_LIMITS = (OverflowError, MemoryError, RecursionError)
-
-
-def holds_gguf(folder: Path) -> bool:
-    """Whether the weights of this model directory are a GGUF file."""
-    return (folder / FILE_NAME).is_file()
 
 
 class GgmlType(NamedTuple):

@@ -32,12 +32,12 @@ from .families import FAMILIES, why_unknown
 from .formats import refused_format, take_format
 from .formats.fp8 import rounding
 from .gguf_checkpoint import open_checkpoint
-from .gguf_file import holds_gguf
 from .hugging_face import HuggingFaceModel
 from .network import Network
 from .proof import CHECKED_LENGTHS, Original, why_different
 from .shares import WHOLE, Share
 from .unread import warn_of_unread
+from .weight_files import holds_gguf
 from .weights import Dense, Layer, Tiles
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from outrider.kernels.reached import check_reached
 
 from .admission import UnsupportedModelError
-from .gguf_file import FILE_NAME
 from .model_classes import AutoModelForCausalLM
 from .opened_files import open_files
 from .unread import warn_of_unread
+from .weight_files import GGUF
 
 check_reached(
     "transformers",
@@ -38,7 +38,7 @@ def load_pretrained(
     """
     if device.type != "cpu":
         options["device_map"] = {"": device}
-    gguf = path if path.is_file() else path / FILE_NAME
+    gguf = path if path.is_file() else path / GGUF
     model_class: Any = AutoModelForCausalLM
     source: dict[str, Any]
     if gguf.is_file():

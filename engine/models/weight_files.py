@@ -2,7 +2,8 @@
 
 The index decides. Without one, the tensors are those of model.safetensors and of a checkpoint in
 numbered parts. An MTP head may have a file of its own, which counts if it is there, whatever the
-index says. Only headers are read here, and torch is not needed.
+index says. Or all are in a GGUF file, which has another reader (`gguf_file.py`). Only headers are
+read here, and torch is not needed.
 """
 
 import functools
@@ -14,6 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+GGUF = "model.gguf"  # the weights, where they are not in safetensors files
 _MTP_FILE = "mtp.safetensors"
 _PART = re.compile(r"model-\d+-of-(\d{1,6})\.safetensors")
 # What names begin with, and with what those of a model of text.
@@ -35,6 +37,11 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     start: int  # of its bytes in the file
     end: int
+
+
+def holds_gguf(folder: Path) -> bool:
+    """Whether the weights of this model directory are a GGUF file."""
+    return (folder / GGUF).is_file()
 
 
 def name_in_text(name: str, renamed: Mapping[str, str] = {}) -> str:

@@ -13,8 +13,8 @@ from ..config import ConfigError, EngineConfig, ModelConfig
 from ..models.architectures import load_config
 from ..models.families import FAMILIES, why_unknown
 from ..models.formats import take_format
-from ..models.gguf_file import holds_gguf
 from ..models.heads.config import is_head
+from ..models.weight_files import holds_gguf
 from .fit import are_equal
 from .scales import ScaledInputs, scaled_inputs
 

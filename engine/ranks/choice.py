@@ -12,10 +12,10 @@ from ..config import ConfigError, EngineConfig, ModelConfig
 from ..models.admission import resolve_dtype
 from ..models.architectures import load_config
 from ..models.formats import take_format
-from ..models.gguf_file import FILE_NAME, GgufFile, holds_gguf
+from ..models.gguf_file import GgufFile
 from ..models.heads.config import is_head
 from ..models.unread import layer_of
-from ..models.weight_files import OF_IMAGES, name_in_text, stored_tensors
+from ..models.weight_files import GGUF, OF_IMAGES, holds_gguf, name_in_text, stored_tensors
 from .fit import Weights, fewest_gpus, room_for_weights
 
 _PLAIN = {"BF16", "F16", "F32"}  # numbers in files that are loaded in the model's dtype
@@ -114,7 +114,7 @@ def _tensors(model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, int]
     """The name of each tensor of a model directory, and the bytes that it takes on a GPU."""
     folder = Path(model.path)
     if holds_gguf(folder):  # unpacked to the model's dtype
-        for name, entry in GgufFile(folder / FILE_NAME).entries.items():
+        for name, entry in GgufFile(folder / GGUF).entries.items():
             yield name, math.prod(entry.shape) * dtype.itemsize
         return
     if not any(folder.glob("*.safetensors")):  # a head of torch.save

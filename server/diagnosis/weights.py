@@ -8,8 +8,8 @@ import torch
 from huggingface_hub import HfApi
 
 from outrider.engine.config import EngineConfig
-from outrider.engine.models.gguf_file import holds_gguf
 from outrider.engine.models.heads.config import HeadError, mtp_names
+from outrider.engine.models.weight_files import holds_gguf
 from outrider.engine.ranks.choice import pair_weights
 from outrider.engine.ranks.fit import Weights
 

@@ -5,7 +5,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from outrider.engine.api import SourceName
-from outrider.engine.models.weight_files import WeightFileError, stored_tensors
+from outrider.engine.models.weight_files import (
+    GGUF,
+    WeightFileError,
+    holds_gguf,
+    stored_tensors,
+)
 
 from ..config.settings import DEFAULT_K, Settings
 from .known_drafts import Target, known_draft, known_drafts_of
@@ -72,10 +77,10 @@ def target_of(settings: Settings, directory: Path, config: Any) -> Target:
 def count_parameters(directory: Path) -> int:
     """How many numbers the weight files of a model hold, according to their headers."""
     count = 0
-    for path in directory.glob("model.gguf"):
+    if holds_gguf(directory):
         from outrider.engine.models.gguf_file import GgufFile  # imports torch: seconds
 
-        gguf = GgufFile(path)
+        gguf = GgufFile(directory / GGUF)
         count += sum(math.prod(gguf.shape_of(name)) for name in gguf.entries)
     packed = {"I32": 32 // _packed_bits(directory), _PAIR: 2}
     if not any(directory.glob("*.safetensors")):

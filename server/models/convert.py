@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from outrider.engine.api import ReportProgress
+from outrider.engine.models.weight_files import GGUF
 
 from .store import ModelError
 
@@ -75,7 +76,7 @@ def gguf_to_directory(source: Path, folder: Path, report: ReportProgress) -> Non
     from transformers import AutoTokenizer
 
     from outrider.engine.models.gguf_checkpoint import why_misread, why_unpacked
-    from outrider.engine.models.gguf_file import FILE_NAME, GgufFile, UnknownTypeError
+    from outrider.engine.models.gguf_file import GgufFile, UnknownTypeError
 
     from .gguf_parts import join, open_whole
     from .gguf_rope import ROPE_FACTORS, llama3_rope
@@ -83,7 +84,7 @@ def gguf_to_directory(source: Path, folder: Path, report: ReportProgress) -> Non
 
     stage = f"Converting {source.name}"
     report(stage, 0, 0)
-    held = folder / FILE_NAME  # by itself: transformers would also read what lies beside the source
+    held = folder / GGUF  # by itself: transformers would also read what lies beside the source
     try:
         parts = open_whole(parts_of(source))
         if len(parts) > 1:
@@ -97,7 +98,7 @@ def gguf_to_directory(source: Path, folder: Path, report: ReportProgress) -> Non
                 f"cannot convert {source}: it has {ignored}, which would be left out, and what is "
                 "left is another model; use the model's original directory or hub id instead"
             )
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE_NAME)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
         _fix_pre_tokenizer(
             tokenizer.backend_tokenizer, file.metadata.get("tokenizer.ggml.pre"), source
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from outrider.engine.api import ReportProgress, ignore_progress
 from outrider.engine.models.heads.config import head_kind
 from outrider.engine.models.weight_files import (
+    GGUF,
     INDEX,
     WeightFileError,
     stored_tensors,
@@ -158,7 +159,7 @@ def _checked(directory: Path, model: str) -> Path:
     # Only tensors are read from a head's .bin file.
     is_pickled = is_head and "pytorch_model.bin" in names
     # The store keeps a GGUF file by this name beside its config.
-    is_kept = "model.gguf" in names
+    is_kept = GGUF in names
     has_safetensors = any(name.endswith(".safetensors") for name in names) or INDEX in names
     if not is_pickled and not is_kept and not has_safetensors:
         raise ModelError(
@@ -171,7 +172,7 @@ def _checked(directory: Path, model: str) -> Path:
     if has_safetensors:
         if is_kept:
             raise ModelError(
-                f"{model!r} has weights as model.gguf and as .safetensors files, which may be two "
+                f"{model!r} has weights as {GGUF} and as .safetensors files, which may be two "
                 "models: move one of them out of the directory"
             )
         try:

@@ -22,8 +22,9 @@ from outrider.engine.api import ignore_progress
 from outrider.engine.config import ModelConfig
 from outrider.engine.models.architectures import eos_token_ids, load_config
 from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.gguf_file import FILE_NAME, GgufFile
+from outrider.engine.models.gguf_file import GgufFile
 from outrider.engine.models.loading import load_network
+from outrider.engine.models.weight_files import GGUF
 from outrider.server.models.convert import gguf_to_directory
 from outrider.server.models.store import ModelError
 
@@ -179,7 +180,7 @@ def test_parts_that_stay_as_they_are_become_one_file(tmp_path: Path, folder: Pat
     whole = GgufFile(write_tiny_gguf(tmp_path / "m.gguf", type_=Type.Q8_0))
     first = write_tiny_gguf(tmp_path / "m.gguf", type_=Type.Q8_0, part_tensors=5)
     gguf_to_directory(first, folder, ignore_progress)
-    file = GgufFile(folder / FILE_NAME)
+    file = GgufFile(folder / GGUF)
     assert file.metadata == whole.metadata
     assert [*file.entries] == [*whole.entries]
     for name in whole.entries:
@@ -203,7 +204,7 @@ def test_a_gguf_file_of_qwen_stays_as_it_is(
     more = of_experts if "moe" in architecture else {}
     plain = save_tiny_model(tmp_path / "plain", architecture, vocab_size=NUM_TOKENS, **more)
     made = save_gguf(plain, tmp_path, (Type.Q8_0,), partial(add_tokenizer, pre=pre))
-    gguf_to_directory(made / FILE_NAME, folder, ignore_progress)
+    gguf_to_directory(made / GGUF, folder, ignore_progress)
     assert not [*folder.glob("*.safetensors")]
     got, expected = load_config(folder), load_config(plain)
     reported = (

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from outrider.engine.models.gguf_file import FILE_NAME, holds_gguf
+from outrider.engine.models.weight_files import GGUF, holds_gguf
 
 
 def transformers_arguments(folder: Path) -> dict[str, str]:
     """Besides the directory, if it holds a GGUF file."""
-    return {"gguf_file": FILE_NAME} if holds_gguf(folder) else {}
+    return {"gguf_file": GGUF} if holds_gguf(folder) else {}

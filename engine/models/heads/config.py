@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...config import ConfigError, ModelConfig
-from ..weight_files import WeightFileError, name_in_text, stored_tensors
+from ..weight_files import GGUF, WeightFileError, holds_gguf, name_in_text, stored_tensors
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -332,12 +332,13 @@ def mtp_names(folder: Path) -> MtpNames:
             raise HeadError(f"its MTP head has {num_layers} layers; one is read here")
     found = MTP_HEADS[model_type].behind(config.get("num_hidden_layers"))
     name = f"{found.projection}.weight"
-    gguf = folder / "model.gguf"
     try:
-        if gguf.is_file():
+        if holds_gguf(folder):
             from ..gguf_file import GgufFile  # imports torch: seconds
 
-            has_head = any(each.endswith(_GGUF_PROJECTION) for each in GgufFile(gguf).entries)
+            has_head = any(
+                each.endswith(_GGUF_PROJECTION) for each in GgufFile(folder / GGUF).entries
+            )
             names = {name} if has_head else set()
         else:
             names = set(map(name_in_text, stored_tensors(folder)))
