@@ -16,6 +16,7 @@ MAGIC, _VERSIONS = b"GGUF", (2, 3)
 DEFAULT_ALIGNMENT = 32
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")  # of a string: a tokenizer has 300,000
 # What a broken header makes of a number, or of arrays in arrays.
 _BEYOND_LIMITS = (OverflowError, MemoryError, RecursionError)
 
@@ -192,10 +193,9 @@ class GgufFile:
         return found
 
     def _take_string(self) -> str:
-        (length,) = self._take("Q")
-        text = self._bytes[self._at : self._at + length].decode()
-        self._at += length
-        return text
+        start = self._at + _LENGTH.size
+        self._at = start + _LENGTH.unpack_from(self._bytes, self._at)[0]
+        return self._bytes[start : self._at].decode()
 
     def _take_value(self, type_id: int) -> Any:
         if type_id == _STRING:
