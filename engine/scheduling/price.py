@@ -168,11 +168,16 @@ def _rising(points: Iterable[tuple[float, deque[float]]]) -> Points:
 
 
 def _at(points: Points, rows: float) -> float:
-    """Interpolated; beyond the points as the last two rise, or as assumed if there is only one."""
+    """Interpolated; beyond the points as they rise from half of the most rows on, since cost rises
+    by steps, or as assumed if there is only one.
+    """
     if not points:
         return 1.0 + ROW_COST * (rows - 1)
     i = min(max(1, bisect(points, rows, key=lambda point: point[0])), len(points) - 1)
     (below, cost_below), (above, cost_above) = points[i - 1], points[i]
+    if rows > above:
+        half = bisect(points, above / 2, key=lambda point: point[0])
+        below, cost_below = points[min(max(0, half - 1), i - 1)]
     if len(points) == 1 or above == below:
         return cost_above * max(1.0, 1.0 + ROW_COST * (rows / above - 1))
     share = max(0.0, (rows - below) / (above - below))

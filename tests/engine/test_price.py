@@ -38,6 +38,25 @@ def test_two_steps_of_about_as_many_sequences_cost_what_their_rows_cost() -> Non
     assert price.of(44, 132, 2) > 1.2 * price.of(40, 120, 2)
 
 
+def test_many_prompt_rows_do_not_cost_as_much_as_the_last_step_that_cost_rose_by() -> None:
+    """Known up to 160 rows, with an edge behind 128: drafts beside prompts are cheap."""
+    price = learned([1, 2, 4, 8, 16, 32], 4)
+    unit = price.of(1, 1) / step_s(1, 1, 0)
+    with_prompts = price.of(32, 384) - price.of(32, 256)
+    assert with_prompts < unit * (step_s(32, 160, 0) - step_s(32, 128, 0)) * 2
+    assert with_prompts > unit * (step_s(32, 384, 0) - step_s(32, 256, 0))
+
+
+def test_rows_that_cost_nothing_are_known_where_they_do() -> None:
+    """As products in FP8 take 192 rows for the time of 256."""
+    price = Price(padding)
+    for k, seconds in enumerate((4.02, 5.14, 6.62, 6.62, 9.72)):
+        for _ in range(MIN_TIMES):
+            price.observe(64, 64 * (k + 1), 0, seconds, is_usual=False)
+    assert price.of(60, 180) == price.of(64, 192) == price.of(64, 250)
+    assert price.of(64, 128) < price.of(64, 129) == price.of(64, 256) < price.of(64, 257)
+
+
 def test_rows_alone_and_drafts_alone_have_prices() -> None:
     """Rows without drafting are those of lookups, drafting without rows is of what was cut."""
     price = learned([1, 2, 4, 8, 16], 3)
