@@ -2,12 +2,13 @@
 
 import logging
 import operator
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 
-from outrider.kernels.verify.rank import LEAST, NUM_RANGES, WIDTH
+from outrider.kernels.verify.rank import LEAST, NUM_RANGES, SURE, WIDTH
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,8 @@ KEPT, KEPT_IDLE = 1 - 1 / 48, 0.99  # of what was seen: by a step with drafts, a
 class Acceptance:
     """Of a model's drafts, in all sequences.
 
-    `by_position[j]` is the chance that draft j is accepted if those before it are. Shape: [max_k].
+    `by_position[j]` is the chance that draft j is accepted if those before it are, of a sequence of
+    which nothing is known. Shape: [max_k].
     """
 
     def __init__(self, max_k: int) -> None:
@@ -27,27 +29,45 @@ class Acceptance:
         # By position, of the drafts whose predecessors were accepted; the latest count for most.
         self._right = [PRIOR_ACCEPTANCE * PRIOR_DRAFTS] * max_k
         self._tried = [float(PRIOR_DRAFTS)] * max_k
+        self._of_lengths: dict[int, OwnAcceptance] = defaultdict(AlikeAcceptance)
+
+    def of_length(self, num_tokens: int) -> "OwnAcceptance":
+        """Of sequences with about so many tokens, by powers of two: a draft that was trained on
+        short texts may be no good in long ones.
+        """
+        return self._of_lengths[num_tokens.bit_length()]
 
     def observe(
-        self, wanted: Sequence[int], accepted: Sequence[int], left_out: Sequence[float] = ()
+        self,
+        wanted: Sequence[int],
+        accepted: Sequence[int],
+        left_out: Sequence[float] = (),
+        ratios: Sequence[float] = (),
     ) -> None:
         """Learn from a step: of `wanted[i]` drafts for sequence i, `accepted[i]` were accepted.
 
         `left_out[i]` is how likely its next draft was, if it was made but not verified, else 0:
-        where unlikely drafts are left out, the others say too much of their position.
+        where unlikely drafts are left out, the others say too much of their position. `ratios[i]`
+        is its own (OwnAcceptance): where sequences differ, the good ones come to later positions.
         """
-        each = zip(wanted, accepted, left_out or (0.0,) * len(wanted), strict=True)
-        drafted = [(w, a, chance) for w, a, chance in each if w or chance]
+        num_seqs = len(wanted)
+        left_out, ratios = left_out or (0.0,) * num_seqs, ratios or (1.0,) * num_seqs
+        each = zip(wanted, accepted, left_out, ratios, strict=True)
+        drafted = [one for one in each if one[0] or one[2]]
         kept, before = KEPT if drafted else KEPT_IDLE, None
         for j, (right, tried) in enumerate(zip(self._right, self._tried, strict=True)):
-            reached = [float(a > j) for w, a, _ in drafted if j < w and j <= a]
-            reached += [chance for w, a, chance in drafted if j == w == a and chance]
             kept_of_it = max(kept, min(1.0, PRIOR_DRAFTS / tried))  # its weight fades, no further
-            self._right[j] = kept_of_it * right + sum(reached)
-            self._tried[j] = kept_of_it * tried + len(reached)
+            right, tried = kept_of_it * right, kept_of_it * tried
+            most = SURE / self.by_position[j]
+            for num_drafts, num_accepted, chance, ratio in drafted:
+                if j > num_accepted or j > num_drafts or (j == num_drafts and not chance):
+                    continue
+                weight = min(ratio, most)
+                right += (num_accepted > j) if j < num_drafts else chance * weight
+                tried += weight
+            self._right[j], self._tried[j] = right, tried
             weight = 0 if before is None else LIKENESS
-            seen = self._right[j] + weight * (before or 0.0)
-            self.by_position[j] = before = seen / (self._tried[j] + weight)
+            self.by_position[j] = before = (right + weight * (before or 0.0)) / (tried + weight)
 
     def expected(self, k: int) -> float:
         """How many of k drafts are expected to be accepted."""
@@ -96,23 +116,33 @@ class Calibration:
 
 
 class OwnAcceptance:
-    """How much more often than others' the model's drafts of one sequence are accepted."""
+    """How much more often than others' the model's drafts of one sequence are accepted.
+
+    `ratio` is that of its chance that a draft is accepted, if those before it are, to that of all.
+    """
 
     _PRIOR, _KEPT = 4, 0.97  # accepted drafts that its likeness to others counts as; each step
 
     def __init__(self) -> None:
+        self.ratio = 1.0
         self._right = self._expected = 0.0
 
-    def observe(self, num_drafts: int, num_accepted: int, chances: Sequence[float]) -> None:
-        """Learn from a step; `chances` are those of each draft, were it of any sequence."""
+    def observe(
+        self, num_drafts: int, num_accepted: int, chances: Sequence[float], prior: float = 1.0
+    ) -> None:
+        """Learn from a step; `chances` are those of each draft, were it of any sequence. `prior` is
+        the ratio of sequences that are like it.
+        """
         num_tried = min(num_drafts, num_accepted + 1)
         self._right = self._KEPT * self._right + num_accepted
         self._expected = self._KEPT * self._expected + sum(chances[:num_tried])
+        self.ratio = (self._PRIOR * prior + self._right) / (self._PRIOR + self._expected)
 
-    @property
-    def ratio(self) -> float:
-        """Of its chance that a draft is accepted, if those before it are, to that of all."""
-        return (self._PRIOR + self._right) / (self._PRIOR + self._expected)
+
+class AlikeAcceptance(OwnAcceptance):
+    """The same of many sequences, which is remembered for longer."""
+
+    _PRIOR, _KEPT = 16, 0.998
 
 
 class DeadDrafts:

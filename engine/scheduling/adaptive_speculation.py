@@ -200,6 +200,7 @@ class AdaptiveSpeculation:
         is_trial: bool = False,
         depth: int | None = None,
         left_out: Sequence[float] = (),
+        ratios: Sequence[float] = (),
     ) -> None:
         """Learn from a step with `wanted[i]` drafts for sequence i, which accepted `accepted[i]`.
 
@@ -207,12 +208,12 @@ class AdaptiveSpeculation:
         `elapsed_s` is None if the step did more than decode, which makes its time useless; of it,
         drafting took `drafting_s`. `num_looked_up` drafts were from texts, and
         `num_void` of void sequences, besides those of `wanted`. `is_trial`: the step was not as
-        usual. `depth` is how many drafts were made of one sequence, at most; `left_out` as in
-        Acceptance.
+        usual. `depth` is how many drafts were made of one sequence, at most; `left_out` and
+        `ratios` as in Acceptance.
         """
         num_seqs = max(1, num_seqs)
         num_rows = num_seqs + sum(wanted) + num_looked_up + num_void
-        self.acceptance.observe(wanted, accepted, left_out)
+        self.acceptance.observe(wanted, accepted, left_out, ratios)
         most = max(wanted, default=0) if depth is None else depth
         num_drafts = sum(wanted) / num_seqs if self._stops_early else most
         catches_up = most > 0 == self._num_drafts_before  # the draft reads what it has missed

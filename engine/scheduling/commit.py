@@ -83,6 +83,7 @@ class Committer:
             of_models = [s for s in plan.drawing if not s.is_looked_up]
         drawn = [s for s in of_models if not s.is_void]
         wanted, accepted = [s.num_drafts for s in drawn], [len(s.token_ids) - 1 for s in drawn]
+        ratios = [s.request.acceptance.ratio for s in drawn]
         adaptive, chances, left_out = self._sequences.adaptive, {}, []
         if adaptive is not None and plan.ranges_np is not None:
             chances = _calibrate(adaptive, plan)
@@ -90,12 +91,14 @@ class Committer:
         if any(wanted):  # where nobody is drafted for, nothing is learned or forgotten of anybody
             if self._dead_drafts is not None:
                 self._stats.dead_drafts += self._dead_drafts.observe(sum(wanted), sum(accepted))
-            by_position = self._sequences.acceptance.by_position
+            of_all = self._sequences.acceptance
             for s, num_wanted, num_accepted in zip(drawn, wanted, accepted, strict=True):
-                own = s.request.acceptance
-                own.observe(num_wanted, num_accepted, chances.get(s.slot, by_position))
+                own, alike = s.request.acceptance, of_all.of_length(s.request.num_tokens)
+                of_any = chances.get(s.slot, of_all.by_position)
+                alike.observe(num_wanted, num_accepted, of_any)
+                own.observe(num_wanted, num_accepted, of_any, alike.ratio)
         if adaptive is None or not plan.drawing:
-            self._sequences.acceptance.observe(wanted, accepted)
+            self._sequences.acceptance.observe(wanted, accepted, ratios=ratios)
             return
         num_prefill_rows = num_prompt_rows - (len(plan.scheduled) - len(plan.drawing))
         is_timed = plan.follows_another and times_decoding(num_prefill_rows, len(plan.drawing))
@@ -110,6 +113,7 @@ class Committer:
             is_trial=plan.is_trial,
             depth=plan.depth,
             left_out=left_out,
+            ratios=ratios,
         )
 
     def _commit_chunk(self, scheduled: ScheduledRequest) -> RequestOutput | None:

@@ -87,6 +87,7 @@ class Sequences:
             request.queue_s = time.perf_counter() - request.arrival_s
             self.stats.cached_tokens += num_cached_tokens
             self.stats.prompt_tokens += request.num_prompt_tokens
+            request.acceptance.ratio = self.acceptance.of_length(request.num_tokens).ratio
         self.waiting.remove(request)
         self.running.append(request)
         request.slot = self.free_slots.pop()

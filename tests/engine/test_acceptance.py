@@ -1,13 +1,15 @@
-"""Drafts of a model that are hardly ever accepted are noticed."""
+"""How often drafts of a model are accepted: where sequences differ, and where hardly any is."""
 
 import logging
+import random
 from dataclasses import replace
 
 import pytest
 from engines import GREEDY, engine_config, prompts, run
 from tiny_models import VOCAB, Tiny
 
-from outrider.engine.acceptance import DeadDrafts
+from outrider.engine.acceptance import Acceptance, DeadDrafts, OwnAcceptance
+from outrider.engine.api import NewRequest
 from outrider.engine.engine import Engine
 from outrider.engine.learning import learn_costs
 
@@ -43,3 +45,44 @@ def test_dead_drafts_of_an_engine_are_counted(
     good = Engine(engine_config(target, target, k=4))
     run(good, prompts([9, 20, 3, 7], VOCAB), params)
     assert good.stats().dead_drafts == 0
+
+
+def test_later_positions_are_no_better_than_the_sequences_that_come_to_them() -> None:
+    """Of half of the sequences 90% of the drafts are accepted, of the others 20%, anywhere."""
+    acceptance, rng, k = Acceptance(3), random.Random(0), 3
+    owns, chances = [OwnAcceptance() for _ in range(16)], [0.9, 0.2] * 8
+    for _ in range(200):
+        accepted = [next((j for j in range(k) if rng.random() > c), k) for c in chances]
+        ratios = [own.ratio for own in owns]
+        for own, num_accepted in zip(owns, accepted, strict=True):
+            own.observe(k, num_accepted, acceptance.by_position)
+        acceptance.observe([k] * 16, accepted, ratios=ratios)
+    good = sum(own.ratio for own in owns[::2]) / 8
+    bad = sum(own.ratio for own in owns[1::2]) / 8
+    assert [good * chance for chance in acceptance.by_position] == pytest.approx(
+        [0.9] * k, abs=0.08
+    )
+    assert [bad * chance for chance in acceptance.by_position] == pytest.approx([0.2] * k, abs=0.08)
+
+
+def test_a_sequence_is_taken_to_be_like_those_as_long(tiny_model: Tiny) -> None:
+    target, other = (tiny_model("llama", seed=seed) for seed in (0, 9))
+    engine = Engine(engine_config(target, other, k=3))  # most drafts are wrong
+    of_all = engine.sequences.acceptance
+    long, short = prompts([100, 9], VOCAB)
+    run(engine, [long], replace(GREEDY, max_tokens=20))
+    of_long = of_all.of_length(110).ratio
+    assert of_long < 0.8
+    assert of_all.of_length(9).ratio == 1.0
+    engine.submit(
+        [
+            NewRequest(request_id=str(len(prompt)), prompt_token_ids=prompt, params=GREEDY)
+            for prompt in (long, short)
+        ]
+    )
+    engine.scheduler.schedule()
+    owns = [request.acceptance for request in engine.sequences.running]
+    assert [own.ratio for own in owns] == [of_long, 1.0]
+    for own in owns:  # nothing is seen of them; the others go on
+        own.observe(0, 0, [], of_long)
+    assert [own.ratio for own in owns] == [of_long, of_long]

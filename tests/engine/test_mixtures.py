@@ -34,10 +34,14 @@ MIXTURES = {
     "experts, 24 clients": Mixture(EXPERTS, 24, [0.8, 0.5], falls=0.05),
     "pinned among them, 48 clients": Mixture(HEAD, 48, [0.7], pinned=0.25, falls=0.04),
     "adversarial, 8 clients": Mixture(LARGE, 8, [0.85], later=[0.0], falls=0.02),
+    "long contexts among short, 32 clients": Mixture(
+        HEAD, 32, [0.75, 0.05], context=(1000, 16000), answer=64
+    ),
     "code, 4 clients on a CPU": Mixture(CPU, 4, [0.85, 0.5], slows_down=2.0),
     "chat, 16 clients on a CPU": Mixture(CPU, 16, [0.7], answer=100, falls=0.05),
 }
-GAINS = {"easy beside hard, 64 clients": 1.03}  # where sequences differ
+# Where sequences differ; 1.065 with long contexts if they are taken to be like the others.
+GAINS = {"easy beside hard, 64 clients": 1.03, "long contexts among short, 32 clients": 1.08}
 
 
 @pytest.mark.parametrize(

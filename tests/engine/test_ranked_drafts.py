@@ -196,10 +196,10 @@ def test_a_void_step_teaches_nothing(kind: str, tiny_model: Tiny, tmp_path: Path
         assert len(ranges_np) == len(ids)
         return learn(ranges_np, owns, *others)
 
-    def observed(wanted: list[int], accepted: list[int], *others: Any) -> None:
+    def observed(wanted: list[int], accepted: list[int], *others: Any, **more: Any) -> None:
         drawn = [s for s in plans[-1].drawing if not s.is_void]
         assert wanted in ([], [s.num_drafts for s in drawn])
-        observe(wanted, accepted, *others)
+        observe(wanted, accepted, *others, **more)
 
     adaptive.calibrate = calibrated  # type: ignore[method-assign]
     adaptive.acceptance.observe = observed  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outrider.engine.acceptance import OwnAcceptance
+from outrider.engine.acceptance import Acceptance, OwnAcceptance
 from outrider.engine.scheduling.adaptive_speculation import AdaptiveSpeculation
 from outrider.engine.scheduling.price import Price
 
@@ -44,6 +44,7 @@ class Mixture:
     clients: int
     acceptance: Sequence[float]  # of a sequence's drafts; client i has that of i modulo their count
     falls: float = 0.0  # each draft of a step is accepted so much less often than the one before
+    context: Sequence[int] = (1000,)  # tokens before each answer, client by client likewise
     answer: int = 200  # tokens, on the average
     prompt: int = 64
     later: Sequence[float] | None = None  # acceptance in the second half
@@ -60,6 +61,7 @@ class Clients:
 
     mixture: Mixture
     rng: np.random.Generator
+    of_all: Acceptance
     left: np.ndarray = field(init=False)  # tokens of the answer; 0: the prompt is to be read
     unread: np.ndarray = field(init=False)  # by the draft
     own: list[OwnAcceptance] = field(init=False)
@@ -68,6 +70,7 @@ class Clients:
         count = self.mixture.clients
         self.left, self.unread = np.zeros(count, int), np.zeros(count, int)
         self.own = [OwnAcceptance() for _ in range(count)]
+        self.context = np.resize(np.array(self.mixture.context), count)
         self.pinned = np.arange(count) < self.mixture.pinned * count
 
     def join(self) -> np.ndarray:
@@ -77,6 +80,7 @@ class Clients:
             return np.zeros_like(joins)
         for i in joins.nonzero()[0].tolist():
             self.own[i] = OwnAcceptance()
+            self.own[i].ratio = self.of_all.of_length(int(self.context[i])).ratio
         return joins
 
     def accepted(self, wanted: np.ndarray, is_late: bool) -> np.ndarray:
@@ -105,9 +109,10 @@ def learned(costs: Costs, clients: int, max_k: int) -> Price:
 
 def tokens_per_s(mixture: Mixture, fixed_k: int | None = None, seed: int = 0) -> float:
     """Tokens a second of all clients; `fixed_k` None: the engine's own choice."""
-    costs, clients = mixture.costs, Clients(mixture, np.random.default_rng(seed))
+    costs = mixture.costs
     price = learned(costs, mixture.clients, mixture.max_k) if costs.is_captured else None
     adaptive = AdaptiveSpeculation(mixture.max_k, price=price)
+    clients = Clients(mixture, np.random.default_rng(seed), adaptive.acceptance)
     unread_observation: tuple | None = None
     num_tokens, seconds = 0, 0.0
     for step in range(mixture.steps):
@@ -152,7 +157,7 @@ def tokens_per_s(mixture: Mixture, fixed_k: int | None = None, seed: int = 0) ->
         unread_observation = (
             num_seqs, ks[drawing].tolist(), accepted[drawing].tolist(),
             step_s if is_timed and step else None, drafting_s, is_trial,
-            [clients.own[i] for i in drawing],
+            [clients.own[i] for i in drawing], clients.context[drawing].tolist(),
         )  # fmt: skip
     return num_tokens / seconds
 
@@ -166,9 +171,15 @@ def observe(
     drafting_s: float,
     is_trial: bool,
     own: list[OwnAcceptance],
+    context: list[int],
 ) -> None:
-    by_position = list(adaptive.acceptance.by_position)
-    for each, num_drafts, num_accepted in zip(own, wanted, accepted, strict=True):
+    """As `commit.py` does it."""
+    of_all, ratios = adaptive.acceptance, [each.ratio for each in own]
+    for each, num_tokens, *drafts in zip(own, context, wanted, accepted, strict=True):
         if any(wanted):
-            each.observe(num_drafts, num_accepted, by_position)
-    adaptive.observe(num_seqs, wanted, accepted, step_s, drafting_s, is_trial=is_trial)
+            alike = of_all.of_length(num_tokens)
+            alike.observe(*drafts, of_all.by_position)
+            each.observe(*drafts, of_all.by_position, alike.ratio)
+    adaptive.observe(
+        num_seqs, wanted, accepted, step_s, drafting_s, is_trial=is_trial, ratios=ratios
+    )
