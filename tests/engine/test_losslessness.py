@@ -133,6 +133,7 @@ class FollowsWhatWasAccepted(AdaptiveSpeculation):
         named: Sequence[int] = (),
         *,
         num_prompt_rows: int = 0,
+        speedup: float = 1.0,
     ) -> list[int]:
         self.k = self._max_k
         return [int(997 * own.ratio) % (self._max_k + 1) for own in owns]

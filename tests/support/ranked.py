@@ -20,6 +20,7 @@ class Budgeted(AdaptiveSpeculation):
         named: Sequence[int] = (),
         *,
         num_prompt_rows: int = 0,
+        speedup: float = 1.0,
     ) -> list[int]:
         self.k, most = self._max_k, self._max_k * len(owns)
         seen = 3 if self._seen_np is None else int(997 * self._seen_np.sum())
