@@ -189,6 +189,8 @@ class Engine:
             return outputs
         step = self.worker.launch(plan)
         step.launch_s = time.perf_counter() - start_s
+        if self.sequences.adaptive is not None:
+            self.sequences.adaptive.use_threads(torch.get_num_threads())  # launch may change it
         outputs += self._commit()
         self.worker.verify(step)
         self.committer.put_in_flight(plan)

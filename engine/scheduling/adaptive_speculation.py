@@ -80,6 +80,7 @@ class AdaptiveSpeculation:
         """
         self._max_k, self._stops_early, self._ranks = max_k, stops_early, ranks
         self.price = Price() if price is None else price
+        self._prices: dict[int, Price] = {}  # by the number of threads
         self.acceptance, self.calibration = Acceptance(max_k), Calibration()
         # [N, depth] of the last ranked step that was read: the chance of each draft, if those
         # before it are accepted
@@ -97,6 +98,13 @@ class AdaptiveSpeculation:
         # Whether the step that was last chosen for shows what it costs: only without lookups.
         self.is_measuring = False
         self.is_trial = False  # whether it tries another k than the usual one
+
+    def use_threads(self, num_threads: int) -> None:
+        """Steps observed next had so many threads of a CPU; with others they cost otherwise."""
+        if num_threads not in self._prices:
+            self._prices[num_threads] = Price(self.price.padding) if self._prices else self.price
+        if self._prices[num_threads] is not self.price:
+            self.price, self._batch = self._prices[num_threads], None
 
     def choose(
         self,

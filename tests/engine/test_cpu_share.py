@@ -9,11 +9,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tiny_models import DEVICE
+from engines import GREEDY, engine_config, prompts, run
+from tiny_models import DEVICE, VOCAB, Tiny
 
 from outrider.engine import cpu_share
 from outrider.engine.config import ModelConfig
 from outrider.engine.cpu_share import CPUShare, fitting
+from outrider.engine.engine import Engine
 from outrider.engine.models.batch_invariance import alike_thread_counts
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import Pass
@@ -131,3 +133,18 @@ def test_only_counts_with_the_same_bits_are_offered(
     assert alike_thread_counts(network) == (2,)
     assert torch.get_num_threads() == 2
     assert all(attention.pages is None for attention in network.attentions)
+
+
+def test_each_number_of_threads_has_its_own_prices(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CPUShare, "adapt", lambda self: None)
+    engine = Engine(engine_config(tiny_model("llama"), tiny_model("llama"), k=2, adaptive=True))
+    adaptive, prices = engine.sequences.adaptive, []
+    assert adaptive is not None
+    for num_threads in (2, 1, 2):
+        torch.set_num_threads(num_threads)
+        run(engine, prompts([5], VOCAB), GREEDY)
+        prices.append(adaptive.price)
+    assert prices[0] is prices[2] is not prices[1]
+    assert all(price.knows(1) for price in prices)

@@ -48,6 +48,7 @@ class Mixture:
     answer: int = 200  # tokens, on the average
     prompt: int = 64
     later: Sequence[float] | None = None  # acceptance in the second half
+    fewer_threads: Costs | None = None  # what steps cost then
     pinned: float = 0.0  # share of clients that name k = 3
     rests: bool = False  # all clients ask at once, when all have their answers
     max_k: int = 4
@@ -116,6 +117,10 @@ def tokens_per_s(mixture: Mixture, fixed_k: int | None = None, seed: int = 0) ->
     unread_observation: tuple | None = None
     num_tokens, seconds = 0, 0.0
     for step in range(mixture.steps):
+        is_late = 2 * step > mixture.steps
+        if is_late and mixture.fewer_threads is not None:
+            costs = mixture.fewer_threads
+        adaptive.use_threads(1 if is_late else 16)
         joins = clients.join()
         decodes = clients.left > 0
         num_seqs, num_prompt = int(decodes.sum()), int(joins.sum()) * mixture.prompt
@@ -131,7 +136,7 @@ def tokens_per_s(mixture: Mixture, fixed_k: int | None = None, seed: int = 0) ->
             ks[is_open] = fixed_k
         ks[clients.pinned & decodes] = min(3, mixture.max_k)
         ks = np.minimum(ks, np.maximum(clients.left - 1, 0))
-        accepted = clients.accepted(ks, 2 * step > mixture.steps)
+        accepted = clients.accepted(ks, is_late)
         clients.unread[joins] = mixture.prompt
         reads = (ks > 0) | (joins & drafts_new & (num_seqs > 0) & bool(ks.any()))
         num_read = int(clients.unread[reads].sum())
