@@ -14,6 +14,7 @@ from .api import (
 from .logit_edits import bad_words, token_bias
 
 _MAX_FLOAT32 = 3.4028234e38  # slots hold float32
+_MAX_BIAS = 1e30  # a penalty may make it MAX_REPETITION_PENALTY times as large
 
 
 def check_request(
@@ -74,8 +75,8 @@ def _check_edits(params: SamplingParams, vocab_size: int, ends: frozenset[int]) 
 
     _check_ids("logit_bias", params.logit_bias, vocab_size)
     for bias in params.logit_bias.values():
-        in_range = abs(bias) <= _MAX_FLOAT32
-        _check("logit_bias", bias, in_range, f"-{_MAX_FLOAT32:g} to {_MAX_FLOAT32:g}")
+        in_range = abs(bias) <= _MAX_BIAS
+        _check("logit_bias", bias, in_range, f"-{_MAX_BIAS:g} to {_MAX_BIAS:g}")
     num_entries, most = len(params.logit_bias) + len(ends), token_bias.MAX_ENTRIES
     _check("logit_bias", num_entries, num_entries <= most, f"{most} tokens at most, eos among them")
 

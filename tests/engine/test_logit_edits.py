@@ -178,6 +178,21 @@ def test_unusable_edits_are_refused_by_name(field: str, change: dict[str, object
         check_request(new, 256, vocab_size, eos_token_ids=(0,))
 
 
+@pytest.mark.parametrize("bias", [1e30, 3e38])
+def test_the_largest_bias_stays_finite_under_the_strongest_penalty(
+    bias: float, target: Path
+) -> None:
+    """Or it is refused. The prompt has the token, whose logit is divided by the penalty."""
+    engine = Engine(engine_config(target))
+    params = replace(GREEDY, logit_bias={3: bias}, repetition_penalty=1e-6, max_tokens=4)
+    try:
+        [outputs] = run(engine, [[3]], params)
+    except InvalidRequestError:
+        assert bias > 1e30
+    else:
+        assert tokens(outputs) == [3] * 4
+
+
 def test_bfloat16_rounds_no_penalty_away() -> None:
     slots = Slots(1, 8, 0, 4, torch.device("cpu"), VOCAB)
     edits = LogitEdits(slots)

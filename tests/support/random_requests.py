@@ -26,7 +26,7 @@ def sampling_fields(rng: random.Random) -> dict[str, Thunk]:
         "frequency_penalty": lambda: pick([-2, 0.5, 2, -3]),
         "repetition_penalty": lambda: pick([1e-300, 1e-6, 0.5, 1.2, 1e6, 1e300, 0]),
         "logit_bias": lambda: {
-            str(i): pick([-1e38, -100, 3, 100, 1e38]) for i in random_ids(rng, 9)
+            str(i): pick([-1e30, -100, 3, 100, 1e30]) for i in random_ids(rng, 9)
         },
         "allowed_token_ids": lambda: random_ids(rng, 40),
         "bad_words": lambda: pick([["the"], ["Hello world", "e", "🙂"], ["x"] * 128]),

@@ -34,7 +34,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         "frequency_penalty": lambda: pick([-2.0, 0.1, 2.0, -INFINITE]),
         "repetition_penalty": lambda: pick([1e-6, 0.5, 2.0, 1e6, 0.0, 1e7]),
         "logit_bias": lambda: {
-            i: pick([-3e38, -5.0, 5.0, 3e38, 1e39, NAN]) for i in some_ids(rng, 3)
+            i: pick([-1e30, -5.0, 5.0, 1e30, 1e39, NAN]) for i in some_ids(rng, 3)
         },
         "allowed_token_ids": lambda: some_ids(rng, 30),
         "bad_words": lambda: tuple(some_ids(rng, 3) for _ in range(rng.randint(0, 20))),
