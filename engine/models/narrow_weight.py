@@ -18,6 +18,7 @@ from outrider.kernels.model.narrow_matrix import (
 )
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.row_codes import Rows, plain, round_rows, rounded_rows
+from outrider.kernels.model.row_scaled_trial import try_row_scaled_product
 from outrider.kernels.model.scaled_linear import add_scaled_linear, scaled_linear
 
 from .admission import UnsupportedModelError
@@ -70,6 +71,7 @@ class Scaled(Narrow):
         self.format = f"{matrix.kind} (inputs too)"
         self.row_format = matrix.row_format
         try_block_scaled_product(matrix, dtype)
+        try_row_scaled_product(matrix, dtype)
 
     def multiply(self, x: Rows, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
         return scaled_linear(x, self.matrix, bias, **fused)

@@ -24,6 +24,7 @@ from outrider.kernels.model.relu_squared import relu_squared
 from outrider.kernels.model.rms_norm import Norm, block_of_row, rms_norm
 from outrider.kernels.model.routing import Router, Routing, route
 from outrider.kernels.model.row_codes import RowCodes, round_rows
+from outrider.kernels.model.row_scaled_product import row_scaled_product
 from outrider.kernels.model.scaled_linear import scaled_linear
 from outrider.kernels.model.scaled_product import scaled_product
 from outrider.kernels.model.sigmoid_gate import gate_heads
@@ -292,6 +293,29 @@ def test_many_rows_do_not_wait_for_scales_of_blocks_in_front_of_a_product(
     assert first_product
     assert not re.search(r"\bFMUL\b", in_front), "scales are multiplied first"
     assert not re.search(r"\b(STL|LDL)\b", code), "registers are spilled"
+    assert kernels[0].metadata.shared <= machine_code.H100.shared_bytes
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
+@pytest.mark.parametrize(
+    ("num_splits", "gated", "adds"), [(1, True, False), deep(1, False, False), (2, False, True)]
+)
+def test_products_of_rows_with_one_scale_are_one_behind_the_other(
+    num_splits: int, gated: bool, adds: bool
+) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        codes = empty(512, 1024, dtype=torch.float8_e4m3fn)
+        scale, x_scale = empty(1, 512, dtype=torch.float32), empty(512, 1, dtype=torch.float32)
+        matrix = NarrowMatrix("fp8", codes, scale, None, 1024, 1024)
+        x = RowCodes(codes, x_scale, torch.bfloat16)
+        out = empty(512, 256 if gated else 512)
+        how = {"num_splits": num_splits, "gated": gated, "adds": adds}
+        row_scaled_product(out, x, matrix, None, last=0, **how)
+    code = machine_code.disassembled(kernels[0])
+    # From the wait for one product to that for the next there is one more under way.
+    loops = re.findall(r"QGMMA(?:(?!QGMMA).)*?DEPBAR.LE gsb0, 0x1.*?\bBRA\b", code, re.DOTALL)
+    assert len(loops) == 4 * num_splits
+    assert not any(re.search(r"\b(STL|LDL)\b", loop) for loop in loops), "registers are spilled"
     assert kernels[0].metadata.shared <= machine_code.H100.shared_bytes
 
 
