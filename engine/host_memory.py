@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 from .config import ConfigError, EngineConfig
+from .memory.budget import Budget
 
 _MOST_SHARE = 0.9  # of the free memory of the host; pinned memory is never swapped out
 _MACHINE = Path("/proc/meminfo")
@@ -16,13 +17,23 @@ def available_bytes() -> int:
     return min([_left_by_machine(), *_left_by_groups()])
 
 
-def check_host_memory(config: EngineConfig, pages_bytes: int) -> None:
+def check_host_memory(config: EngineConfig, budget: Budget | None) -> None:
     """Refuse settings by which more memory of the host would be used than is free, before any of it
-    is allocated. Of that a KV cache will take `pages_bytes`.
+    is allocated. `budget`: of a KV cache that lies there, too.
 
     Raises ConfigError saying what fits.
     """
-    room_bytes = max(0, int((available_bytes() - pages_bytes) * _MOST_SHARE))
+    room_bytes, num_pages = available_bytes(), config.cache.num_pages
+    if budget is not None and num_pages is not None:
+        pages_bytes = budget.num_bytes(num_pages)
+        if pages_bytes > room_bytes:
+            raise ConfigError(
+                f"cache.num_pages is {num_pages}, which take {pages_bytes / 2**30:.1f} GiB, but "
+                f"the machine has room for {budget.most_within(room_bytes)}: set it to that at "
+                "most, or leave it out"
+            )
+        room_bytes -= pages_bytes
+    room_bytes = int(room_bytes * _MOST_SHARE)
     for name, num_bytes, unit, unit_bytes, digits in (
         ("cache.host_gib", config.cache.host_bytes, "GiB", 2**30, 1),
         ("speculation.suffix_answers_mib", config.speculation.answers_bytes, "MiB", 2**20, 0),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from .config import EngineConfig
+from .config import ConfigError, EngineConfig
 from .gpu_memory import GIB, left_bytes
 from .host_memory import available_bytes
 from .models.pair import ModelPair
@@ -55,6 +55,24 @@ def longest_in_slots(config: EngineConfig, pair: ModelPair, device: torch.device
     else:
         most = _left_beside_weights(config, device) // bytes_per_token
     return min(pair.max_model_len, max(1, most))
+
+
+def check_seats(config: EngineConfig, pair: ModelPair, longest: int, max_drafts: int) -> None:
+    """Refuse more sequences at once than the memory of a CPU has room for, before any of it is
+    taken: each has room for `longest` tokens, the pages of these, and what layers keep of it.
+
+    Raises ConfigError saying how many fit.
+    """
+    num_seqs, of_tokens = config.scheduler.max_num_seqs, longest + 2 * (max_drafts + 1)
+    of_pages = len(pair.groups) * -(-of_tokens // pair.page_size)
+    of_states = pair.target.bytes_per_slot(max_drafts) * (1 + pair.caches_prefixes)
+    bytes_per_seq = 4 * (of_tokens + of_pages) + of_states  # ids of 32 bits
+    most = available_bytes() // (bytes_per_seq * config.target.tensor_parallel)
+    if num_seqs > most:
+        raise ConfigError(
+            f"scheduler.max_num_seqs is {num_seqs}, but the machine has room for what {most} "
+            "sequences keep beside their KV cache: set it to fewer, or leave it out"
+        )
 
 
 def _left_beside_weights(config: EngineConfig, device: torch.device) -> int:

@@ -37,7 +37,7 @@ from .ranks.wire import Op
 from .scoring.ranking import Ranking
 from .scoring.scorer import Scorer
 from .scoring.verifier import Verifier
-from .seats import longest_in_slots, seated
+from .seats import check_seats, longest_in_slots, seated
 from .state.slots import Slots
 
 
@@ -99,9 +99,12 @@ class Worker:
         self.pair = ModelPair(config, report, *others)
         max_drafts = MAX_DRAFTS if k > 0 else 0  # k is for models; what is looked up costs rows
         self.config = config = seated(self.pair.config, self.pair, self.device, max_drafts)
+        longest = longest_in_slots(config, self.pair, self.device)
+        if self.device.type == "cpu":
+            check_seats(config, self.pair, longest, max_drafts)
         self.slots = Slots(
             config.scheduler.max_num_seqs,
-            longest_in_slots(config, self.pair, self.device),
+            longest,
             max_drafts,
             self.pair.page_size,
             self.device,
@@ -120,8 +123,7 @@ class Worker:
             has_host_tier=config.cache.host_gib > 0,
         )
         self.host_pages: tuple[list[int], PageCopies] | None = None  # number of each group's
-        pages = config.cache.num_pages if self.device.type == "cpu" else None
-        check_host_memory(config, 0 if pages is None else self.budget_of_all_ranks.num_bytes(pages))
+        check_host_memory(config, self.budget_of_all_ranks if self.device.type == "cpu" else None)
         self.edits = LogitEdits(self.slots)
         self.proposer = build_proposer(config, self.slots, self.edits, self.pair)
         self.scorer = Scorer(self.pair.target, self.slots.vocab_size)

@@ -210,7 +210,9 @@ class _Loader:
             raise
         except UnsupportedModelError as error:
             return None, str(error)
-        except (FileNotFoundError, KeyError, SafetensorError, ValueError) as error:
+        except KeyError as error:  # names a tensor
+            return None, f"its checkpoint is not as expected: it lacks {error.args[0]}"
+        except (FileNotFoundError, SafetensorError, ValueError) as error:
             return None, f"its checkpoint is not as expected: {error}"
         ignored = original.model._keys_to_ignore_on_load_unexpected
         is_cpu = self.device.type == "cpu"

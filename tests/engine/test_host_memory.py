@@ -1,13 +1,19 @@
-"""What memory is left inside a container, by files as the kernel shows them."""
+"""What memory is left inside a container, by files as the kernel shows them, and what it holds."""
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from engines import engine_config
+from tiny_models import Tiny
 
-from outrider.engine import host_memory
+from outrider.engine import host_memory, seats
+from outrider.engine.config import ConfigError
+from outrider.engine.engine import Engine
 
 MB = 2**20
 
@@ -61,3 +67,35 @@ def test_without_limits_the_machine_counts(groups: Path, own: str | None) -> Non
 def test_linux_needs_no_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)  # as if it were not installed
     assert importlib.reload(host_memory).available_bytes() > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the cache is not in host memory")
+def test_more_pages_than_memory_are_refused_with_the_most(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_model("llama", seed=0)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 3 * MB)
+    says = r"cache.num_pages is 6000, which .* 0\.0 GiB, .* room for (\d+): set it to that at most"
+    with pytest.raises(ConfigError, match=says) as refused:
+        Engine(engine_config(target, num_pages=6000))
+    most = int(re.search(says, str(refused.value))[1])  # type: ignore[index]
+    info = Engine(engine_config(target, num_pages=most)).info
+    assert 2.9 * MB < info.cache_bytes <= 3 * MB
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there sequences keep nothing in host memory")
+@pytest.mark.parametrize("architecture", ["llama", "nemotron_h"])
+def test_more_sequences_than_memory_are_refused_with_the_most(
+    architecture: str, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_model(architecture, seed=0)
+    monkeypatch.setattr(seats, "available_bytes", lambda: 3 * MB)
+    says = r"scheduler.max_num_seqs is 9000, .* room for what (\d+) sequences keep"
+    with pytest.raises(ConfigError, match=says) as refused:
+        Engine(engine_config(target, proposer="suffix", max_num_seqs=9000))
+    most = int(re.search(says, str(refused.value))[1])  # type: ignore[index]
+    engine = Engine(engine_config(target, proposer="suffix", max_num_seqs=most))
+    slots = engine.worker.slots
+    tables = (slots.token_ids, slots.block_tables)
+    num_bytes = sum(each.numel() * each.element_size() for each in tables)
+    assert 2.8 * MB < num_bytes + engine.worker.state_bytes < 3.1 * MB

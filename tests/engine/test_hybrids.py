@@ -113,7 +113,7 @@ def test_states_are_counted(target: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(tensor) for tensor in kept] == 2 * [7, 7, 7]
     # They come before pages.
     if DEVICE.type == "cpu":
-        monkeypatch.setattr("outrider.engine.seats.available_bytes", lambda: 100_000)
+        monkeypatch.setattr("outrider.engine.seats.available_bytes", lambda: 1_200_000)
         with pytest.raises(
             OutOfDeviceMemoryError, match=r"states of 32 sequences and of prefixes take .* lower"
         ):
