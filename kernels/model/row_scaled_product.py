@@ -208,7 +208,7 @@ def _store(values, out_ptr, first_row, first_out, num_rows, num_out):
     gl.store(at, gl.convert_layout(values, LAYOUT), mask=(m < num_rows) & (n < num_out))
 
 
-@gluon.jit(do_not_specialize=["num_rows"])
+@gluon.jit(do_not_specialize=["num_rows", "share"])
 def _row_scaled_kernel(
     out_ptr,  # [num_rows, num_out]
     x_codes,  # [num_rows, SPLITS * share * 128]: a descriptor

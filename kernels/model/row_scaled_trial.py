@@ -1,5 +1,7 @@
 """Tries at load whether `row_scaled_product` works on the GPU at hand: whether rows have the same
 bits by it as by the kernel for any GPU. If not, `scaled_product` takes that one for all.
+
+Both sizes of its tiles are launched, so that no request waits until one is compiled.
 """
 
 import functools
@@ -16,7 +18,8 @@ from .scaled_product import scaled_product
 from .warpgroups import works
 
 _ROWS, _FEW = 300, 40
-_NUM_IN, _NUM_OUT = 1280, 8192  # so many outputs that wide tiles are taken where they may be
+_NUM_IN = 1280
+_NUM_OUT, _FEWER_OUT = 8192, 512  # with so many outputs tiles are wide, with so few narrow
 
 
 def try_row_scaled_product(matrix: NarrowMatrix, dtype: torch.dtype) -> None:
@@ -49,19 +52,31 @@ def _error(device: torch.device, dtype: torch.dtype) -> float:
     matrix = narrow_matrix("fp8", codes(_NUM_OUT), scale, group=_NUM_IN, rounds_inputs=True)
     many = RowCodes(codes(_ROWS), randn(_ROWS, 1).abs() / 100, dtype)
     few = RowCodes(many.codes[-_FEW:], many.scale[-_FEW:], dtype)
-    bias, residual = randn(_NUM_OUT).to(dtype), randn(_ROWS, _NUM_OUT).to(dtype)
+    fewer = matrix._replace(codes=matrix.codes[:_FEWER_OUT], scale=scale[:, :_FEWER_OUT])
+    residual = randn(_ROWS, _NUM_OUT).to(dtype)
+
+    def plain(x: RowCodes, matrix: NarrowMatrix) -> Tensor:
+        out = residual.new_empty(len(x.codes), len(matrix.codes))
+        scaled_product(out, x, matrix)
+        return out
 
     def gated(x: RowCodes) -> Tensor:
         out = residual.new_empty(len(x.codes), _NUM_OUT // 2)
-        scaled_product(out, x, matrix, bias, gated=True)
+        scaled_product(out, x, matrix, gated=True)
         return out
 
     def added(x: RowCodes, num_splits: int) -> Tensor:
         out = residual[-len(x.codes) :].clone()
-        scaled_product(out, x, matrix, bias, num_splits=num_splits, adds=True)
+        scaled_product(out, x, matrix, num_splits=num_splits, adds=True)
         return out
 
-    ways = gated, partial(added, num_splits=1), partial(added, num_splits=2)
+    ways = (
+        partial(plain, matrix=matrix),
+        partial(plain, matrix=fewer),
+        gated,
+        partial(added, num_splits=1),
+        partial(added, num_splits=2),
+    )
     pairs = [(partial(way, many), partial(way, few)) for way in ways]
     compile_together([call for pair in pairs for call in pair], device)
     outs = [[call().float()[-_FEW:] for call in pair] for pair in pairs]

@@ -184,6 +184,7 @@ def test_tiles_are_narrow_where_wide_ones_leave_more_programs_without_work() -> 
     assert outs(1000, 5120) == 128  # 160 tiles of 256
     assert outs(8192, 5120) == outs(4096, 5120) == 256
     assert outs(trial._ROWS, trial._NUM_OUT) == 256
+    assert outs(trial._ROWS, trial._FEWER_OUT) == 128
     assert module._outs(1000, 5120, 132, 1, gated=True) == 256
     assert module._outs(8192, 4096, 132, 2, gated=False) == 128
 
@@ -204,6 +205,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
     monkeypatch.setattr(module, "has_warpgroups", lambda _: True)
     monkeypatch.setattr(trial, "scaled_product", multiply)
     monkeypatch.setattr(trial, "_NUM_OUT", 512)
+    monkeypatch.setattr(trial, "_FEWER_OUT", 256)
     for place in (module, trial):
         monkeypatch.setattr(place, "failed", failed)
 
@@ -227,7 +229,7 @@ def test_a_kernel_that_works_is_used(
     assert kernel.num_launches == 0
     assert tried()
     assert tried()
-    assert kernel.num_launches == 6  # once for all matrices: gated, added, in two shares
+    assert kernel.num_launches == 10  # once for all matrices, in five ways, many rows and few
     assert not caplog.records
 
 
