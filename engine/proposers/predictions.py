@@ -54,8 +54,13 @@ class Prediction:
         Of several places the next one is taken: an answer mostly goes through its prediction from
         the beginning to the end.
         """
-        if len(token_ids) != self._num_known:
-            self._num_known = len(token_ids)
+        come, self._num_known = token_ids[self._num_known :], len(token_ids)
+        end = self._place + len(come)
+        goes_on = self._num_matched > 0 and end < len(self._text)
+        if goes_on and come == self._text[self._place : end]:  # no other place has more of it
+            self._place = end
+            self._num_matched = min(self._num_matched + len(come), MAX_TOKENS)
+        elif come:
             suffix_np = np.array(token_ids[-MAX_TOKENS:], dtype=np.int32)
             self._num_matched, ends_np = longest_suffix(
                 self._text_np[:-1], suffix_np, MIN_TOKENS, MAX_TOKENS

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from distributions import bound, chi_squared, total_variation
@@ -14,6 +14,7 @@ from tiny_models import VOCAB, Quick, Tiny
 from outrider.engine.api import InvalidRequestError, NewRequest, RequestOutput, SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.plan import Plan
+from outrider.engine.proposers import predictions
 from outrider.engine.proposers.lookup import Lookup
 from outrider.engine.proposers.predictions import Prediction
 from outrider.engine.request import Request
@@ -83,6 +84,30 @@ def test_of_several_places_the_next_one_is_taken() -> None:
 
 def test_the_longest_piece_says_which_place_it_is() -> None:
     assert Predicting([7, 8, 20, 6, 7, 8, 21]).after(99, 6, 7, 8, k=1) == [21]
+
+
+def test_an_answer_that_goes_on_as_predicted_is_not_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host does that for every such sequence of every step."""
+    num_searches, search = 0, predictions.longest_suffix
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_searches
+        num_searches += 1
+        return search(*args)
+
+    monkeypatch.setattr(predictions, "longest_suffix", counted)
+    foretold = [*range(10, 90)]
+    text, answer = Predicting(foretold), [10]
+    assert text.after(10, k=1) == [11]
+    for come in (1, 5, 33, 33):
+        answer += foretold[len(answer) : len(answer) + come]
+        assert text.after(*answer, k=2) == foretold[len(answer) : len(answer) + 2]
+    assert num_searches == 1
+    assert text.after(*answer, 99, k=2) is None
+    assert text.after(*answer, 99, 30, 31, k=2) == [32, 33]
+    assert num_searches == 3
 
 
 def test_a_step_in_flight_is_taken_to_bring_what_is_predicted() -> None:
