@@ -23,7 +23,6 @@ is left here for a sequence: to draft, or not to.
 """
 
 from collections.abc import Sequence
-from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -40,6 +39,7 @@ from .trials import Choice, Trials
 UNLIKELY = 0.1  # no draft pays below such a chance
 MIN_GAIN = 1.02  # another k must promise this much more, so that noise changes nothing
 LEAST_CUT = 1.03  # likewise, to leave some out: more than any k with all of its drafts
+MOST_LEFT_OUT = 8  # of the looked-up drafts of a sequence, to have fewer rows
 ALIKE = 1.25  # sequences whose chances differ by less have the same number of drafts
 PARTS = (0.25, 0.5, 0.75)  # of all drafts that could be made: these are compared with all
 # Choices are compared again after so many steps, for it takes a part of a small model's step. One
@@ -119,8 +119,7 @@ class AdaptiveSpeculation:
 
         `owns` are theirs. Others have `named` a k, or get no drafts. The step
         also computes `num_prompt_rows`. If these are many, its time says little, so this is no
-        moment to try anything. Nor is it while nobody knows what lookups bring: `speedup` is how
-        many times as many tokens in a time, or inf.
+        moment to try anything. `speedup` is what lookups bring, as in Trials.
         """
         is_timed = times_decoding(num_prompt_rows, num_seqs)
         self.is_trial = self.is_measuring = False
@@ -137,9 +136,8 @@ class AdaptiveSpeculation:
         if best.rate > MIN_GAIN * choices[self._usual_k].rate:
             self._usual_k = best.k
         choice, self._best_rate = choices[self._usual_k], best.rate
-        may_begin = is_timed and speedup < inf
         tried = self._trials.next(
-            choice, choices, self.price.pace_s, may_begin=may_begin, speedup=speedup
+            choice, choices, self.price.pace_s, may_begin=is_timed, speedup=speedup
         )
         self.is_trial = self.is_measuring = tried is not None
         choice = tried or choice
@@ -194,6 +192,28 @@ class AdaptiveSpeculation:
             self.price.of_a_row(num_seqs, num_rows) / of_a_step,
             self.price.of_lookups / of_a_step,
         )
+
+    def num_left_out(
+        self, num_seqs: int, num_rows: int, num_tokens: float, chances: Sequence[Sequence[float]]
+    ) -> int:
+        """How many looked-up drafts of each sequence, the last ones, are better left out: a step is
+        padded to rows for which there is a graph, and with a few less another one will do.
+
+        `num_tokens` are expected of the step with all of its `num_rows`. `chances[i]` are those of
+        the drafts of sequence i, of which one stays.
+        """
+        _, padded = self.price.padding(num_seqs, num_rows)
+        if padded == num_rows:
+            return 0
+        best, best_rate, num_lost = 0, 0.0, 0.0
+        for count in range(MOST_LEFT_OUT + 1):
+            if count:
+                losing = [each[-count] for each in chances if count < len(each)]
+                num_rows, num_lost = num_rows - len(losing), num_lost + sum(losing)
+            rate = (num_tokens - num_lost) / self.price.of(num_seqs, num_rows, self.k)
+            if rate > MIN_GAIN * best_rate:
+                best, best_rate = count, rate
+        return best
 
     def observe(
         self,

@@ -186,6 +186,19 @@ class Drafting:
             for scheduled in wished:
                 scheduled.forgo_lookup()
 
+    def leave_out_lookups(self, plan: Plan) -> None:
+        """Have fewer looked-up drafts of each sequence, where more would only cost padding."""
+        adaptive = self._sequences.adaptive
+        drafted = [(s, s.wish) for s in plan.scheduled if s.wish is not None and s.max_drafts > 1]
+        if adaptive is None or not drafted:
+            return
+        chances = [wish.chances[: s.max_drafts] for s, wish in drafted]
+        num_rows = sum([s.max_rows for s in plan.scheduled])
+        num_tokens = self.worth().num_tokens
+        count = adaptive.num_left_out(len(plan.scheduled), num_rows, num_tokens, chances)
+        for scheduled, _ in drafted:
+            scheduled.max_drafts = max(1, scheduled.max_drafts - count)
+
     def set_drafts(self, scheduled: ScheduledRequest, k: int, room: int) -> None:
         """Set how many drafts a sequence may have, never more than there is room for, and of which
         source: the one of whose drafts the most are expected to be accepted.

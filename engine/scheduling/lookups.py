@@ -10,7 +10,7 @@ class Worth:
         """`num_tokens`: of all sequences, before any draft is looked up. `row_cost`: of another
         row, as a share of the step so far; `any_cost` of those that follow together.
         """
-        self._num_tokens, self._cost, self._row_cost = num_tokens, 1.0, row_cost
+        self.num_tokens, self._cost, self._row_cost = num_tokens, 1.0, row_cost
         self._num_without, self._any_cost = num_tokens, any_cost
 
     @property
@@ -21,7 +21,7 @@ class Worth:
     @property
     def speedup(self) -> float:
         """How many times as many tokens in a time as without what was taken."""
-        return self._num_tokens / self._num_without / (self._cost + self._any_cost)
+        return self.num_tokens / self._num_without / (self._cost + self._any_cost)
 
     def best(self, chances: Sequence[float]) -> tuple[int, float]:
         """How many drafts of a sequence pay, and how many of them are expected to be accepted.
@@ -29,7 +29,7 @@ class Worth:
         Those pay that raise the step's tokens per time. `chances[j]` is that of draft j and all
         before it; it never rises.
         """
-        num_tokens, cost = self._num_tokens, self._cost
+        num_tokens, cost = self.num_tokens, self._cost
         count, gain = 0, 0.0
         for chance in chances:
             if chance * cost <= self._row_cost * num_tokens:
@@ -40,5 +40,5 @@ class Worth:
 
     def take(self, count: int, gain: float) -> None:
         """The step has these drafts."""
-        self._num_tokens += gain
+        self.num_tokens += gain
         self._cost += count * self._row_cost

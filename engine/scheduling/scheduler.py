@@ -79,6 +79,7 @@ class Scheduler:
                 continue
             budget -= self._admit(request, budget, plan)
             prefilling.append(request)
+        drafting.leave_out_lookups(plan)
         drafting.forgo_lookups_that_do_not_pay(plan)
         drafting.rank(plan)
         if plan and self._memory.states is not None:

@@ -1,6 +1,7 @@
 """When another k than the usual one is tried, so that little time is lost by it."""
 
 from collections.abc import Mapping
+from math import inf
 from typing import NamedTuple
 
 SPENT = 0.01  # of the time, at most
@@ -40,13 +41,14 @@ class Trials:
         speedup: float = 1.0,
     ) -> Choice | None:
         """What the next step tries; None: nothing. `choices` are by k. Lookups, which no step of a
-        trial has, bring `speedup` times as many tokens in a time.
+        trial has, bring `speedup` times as many tokens in a time; inf: nobody knows yet, so nothing
+        is tried.
         """
         if self._num_left == 0:  # those of a trial are held against the steps before it
             self._usual_rate = speedup * usual.rate
-        if self._k == usual.k or self._k not in choices:
+        if self._k == usual.k or self._k not in choices or speedup == inf:
             self._num_left = 0
-        if self._num_left == 0 and may_begin:
+        if self._num_left == 0 and may_begin and speedup < inf:
             self._begin(usual, choices, pace_s)
         if self._num_left == 0:
             return None

@@ -391,3 +391,12 @@ def test_a_trial_may_lose_no_more_where_lookups_bring_most_tokens() -> None:
     assert lost[1.0] > 3 * SPENT
     assert 0 < lost[12.0] < SPENT
     assert lost[inf] == 0
+
+
+def test_a_trial_ends_where_nobody_knows_what_lookups_bring() -> None:
+    """Else the first steps of a prediction, which may be whole, would have none."""
+    trials, choices = Trials(), {0: Choice(0, 0, 1.0, 1.0), 1: Choice(1, 1, 1.0, 1.1)}
+    trials.observe(1000.0, 1, 0.03, is_trial=False, late_s=0.0)
+    assert trials.next(choices[0], choices, 0.03, may_begin=True) is choices[1]
+    assert trials.next(choices[0], choices, 0.03, may_begin=True, speedup=inf) is None
+    assert trials.next(choices[0], choices, 0.03, may_begin=False) is None

@@ -294,6 +294,59 @@ def test_predictions_are_drafted_again_right_behind_drafts_of_the_model(
     assert engine.stats().steps - num_before <= 3 + num_tried + waits
 
 
+def test_a_few_drafts_are_left_out_where_a_step_is_padded_for_them() -> None:
+    adaptive, chances = AdaptiveSpeculation(3), [0.99] * 32
+    adaptive.price.padding = lambda num_seqs, num_rows: (num_seqs, -(-num_rows // 64) * 64)
+    for num_rows in (64, 128, 192) * MIN_TIMES:
+        adaptive.price.observe(2, num_rows, 0, num_rows / 64, is_usual=False)
+
+    def left_out(num_rows: int, *each: list[float]) -> int:
+        return adaptive.num_left_out(2, num_rows, 2 + sum(map(sum, each)), each)
+
+    assert left_out(66, chances, chances) == 1
+    assert left_out(67, chances, chances) == 2
+    assert left_out(64, chances, chances) == 0
+    assert left_out(100, chances, chances) == 0  # more are worth the padding
+    assert left_out(70, chances, [0.9] * 3) == 4  # the other one has no more than two to give
+    assert left_out(66, [0.9], [0.9]) == 0
+
+
+def test_steps_of_right_predictions_leave_out_as_many_as_pays(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_model("llama", seed=0)
+    draft = tiny_model("llama", seed=0, num_hidden_layers=1)
+    config = engine_config(target, draft, k=1, adaptive=True, max_num_batched_tokens=512)
+    engine = lagging(config)
+    some = prompts([9, 9], VOCAB)
+    params = replace(GREEDY, max_tokens=120, temperature=1.0, verification="match")
+    plain = run(engine, some, replace(params, num_speculative_tokens=0))
+    adaptive, launch, rows = engine.sequences.adaptive, engine.worker.launch, []
+    assert adaptive is not None
+    adaptive.choose = lambda _, owns, *args, **options: [0] * len(owns)  # type: ignore[method-assign]
+    adaptive.worth = lambda num_seqs: Worth(num_seqs, 1e-6)  # type: ignore[method-assign]
+
+    def num_left_out(
+        num_seqs: int, num_rows: int, num_tokens: float, chances: list[list[float]]
+    ) -> int:
+        assert num_tokens == pytest.approx(num_seqs + sum(map(sum, chances)))
+        assert num_rows == num_seqs + sum(map(len, chances))
+        return 1 if num_rows == 66 else 0
+
+    adaptive.num_left_out = num_left_out  # type: ignore[method-assign, assignment]
+
+    def launched(plan: Plan) -> LaunchedStep:
+        step = launch(plan)
+        rows.append(sum(s.num_new_tokens + s.num_drafts for s in plan.scheduled))
+        return step
+
+    monkeypatch.setattr(engine.worker, "launch", launched)
+    outputs = run(engine, some, params, [tokens(each) for each in plain])
+    assert [tokens(each) for each in outputs] == [tokens(each) for each in plain]
+    assert rows.count(64) == 3
+    assert max(rows) == 64
+
+
 def test_costs_are_learned_though_every_step_could_look_drafts_up(tiny_model: Tiny) -> None:
     target = tiny_model("llama", seed=0)
     draft = tiny_model("llama", seed=0, num_hidden_layers=1)
