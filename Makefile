@@ -37,7 +37,7 @@ GPU_PARTS := gpu-kernels gpu-engine gpu-families gpu-joints gpu-tables
 GPU_MARKS := not sweep
 gpu-kernels: GPU_MARKS :=
 gpu-kernels: GPU_TESTS := tests/kernels
-gpu-engine: GPU_TESTS := $(patsubst %,tests/engine/test_%.py,network loop loop_failures replays logit_edits \
+gpu-engine: GPU_TESTS := $(patsubst %,tests/engine/test_%.py,network loop loop_failures replays logit_edits captured_edits \
 	decoder quantised_checkpoints memory prompt_logprobs logprobs_overlap pipeline phases batch_invariant_answers compiling \
 	heads block_heads mtp fp8_pages batch_invariance_at_load head_loading predictions ranked_drafts unread_rows)
 gpu-families: GPU_TESTS := $(patsubst %,tests/engine/test_%.py,hybrids hybrid_mtp hybrid_loading quantised_hybrids \

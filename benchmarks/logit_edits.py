@@ -2,9 +2,10 @@
 
     python benchmarks/logit_edits.py [--batch 8,64] [--k 4] [--vocab 151936] [--prompt 1000]
 
-A step edits B (k + 1) rows of the target; the draft's k passes take as much again, B rows each. The
-columns are for every request of the batch and for one of them. The last lines time the verification
-behind it: edited rows are verified in float32.
+A step edits the k + 1 rows of the target of each request that asks for it, and B rows of each of
+the draft's k passes. The columns are for every request of the batch and for one of them, launched
+one by one: in a graph the host's part is gone. The last lines time the verification behind it:
+edited rows are verified in float32.
 """
 
 import argparse
@@ -95,8 +96,10 @@ def edit_calls(
                 edits.seat(made)
                 seated.append(made)
             asking = rows.take(rows.slot_np < num_asking)
-            calls[f"{name}|{kind}"] = lambda edits=edits, asking=asking, _=seated: edits.apply(
-                logits, asking
+            packed = torch.from_numpy(asking.packed(len(asking.row_np), slots.dummy)).to(DEVICE)
+            at = RequestRows.unpack(packed, len(asking.row_np), slots.num_tokens)
+            calls[f"{name}|{kind}"] = lambda edits=edits, at=at, asking=asking, _=seated: (
+                edits.apply(logits, at, asking)
             )
     return calls
 

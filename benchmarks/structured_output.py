@@ -25,7 +25,6 @@ from outrider.engine.grammars.grammar import compute_masks
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 from outrider.engine.logit_edits import RequestRows
 from outrider.engine.logit_edits.grammars import Grammars
-from outrider.kernels.edits.edit_rows import EditRows
 from outrider.server.grammar.structured_outputs import lark_of_schema
 from outrider.server.models.builtin import BUILTINS, obtain
 from outrider.server.text.tokenizer import Tokenizer
@@ -149,9 +148,9 @@ def timed_masks() -> list[float]:
     """Seconds that grammars take from now on, from drafts to edited logits."""
     spent_s = [0.0]
 
-    def apply(edit: Grammars, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
+    def apply(edit: Grammars, logits: Tensor, rows: RequestRows) -> None:
         start_s = time.perf_counter()
-        _apply(edit, logits, rows, at)
+        _apply(edit, logits, rows)
         spent_s[0] += time.perf_counter() - start_s
 
     Grammars.apply = apply  # type: ignore[method-assign]

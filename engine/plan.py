@@ -16,6 +16,9 @@ from .request import Request, Wants
 
 # (whether any sequence filters, whether any draws): kernels leave out what is not needed.
 SAMPLING_KINDS = ((True, True), (False, True), (False, False))
+# The same of drafts, and whether logits are edited on the device. Edits are rare, so they are
+# captured with all that they may be asked for with, alone: others are spared their launches.
+DRAFTING_KINDS = ((True, True, True), *((*kind, False) for kind in SAMPLING_KINDS))
 
 # Rows of one step that may go through the output layer for prompt logprobs. Logits take up to
 # 150,000 numbers a row, too much for a whole chunk.

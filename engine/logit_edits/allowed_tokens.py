@@ -11,10 +11,10 @@ from outrider.kernels.edits.token_mask import num_words, token_mask
 from ..api import SamplingParams
 from ..request import Request
 from ..state.slots import Slots
-from .base import LogitEdit, RequestRows
+from .base import DeviceEdit
 
 
-class AllowedTokens(LogitEdit):
+class AllowedTokens(DeviceEdit):
     def __init__(self, slots: Slots) -> None:
         super().__init__(slots)
         self._bitmask = self._table(num_words(slots.vocab_size), dtype=torch.int32, fill=-1)
@@ -26,5 +26,8 @@ class AllowedTokens(LogitEdit):
         mask = token_mask(request.params.allowed_token_ids, self._slots.vocab_size)
         self._bitmask[request.slot] = self._uploaded(mask, np.int32)
 
-    def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
+    def clear(self, slot: int) -> None:
+        self._bitmask[slot].fill_(-1)
+
+    def apply(self, logits: Tensor, at: EditRows) -> None:
         apply_bitmask(logits, at, self._bitmask, self._slots.vocab_size)

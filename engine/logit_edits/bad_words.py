@@ -10,13 +10,13 @@ from outrider.kernels.edits.edit_rows import EditRows
 from ..api import SamplingParams
 from ..request import Request
 from ..state.slots import Slots
-from .base import LogitEdit, RequestRows
+from .base import DeviceEdit
 
 MAX_WORDS = 256  # a word of text takes up to two: with and without a space before it
 MAX_TOKENS = 2048  # in all words together
 
 
-class BadWords(LogitEdit):
+class BadWords(DeviceEdit):
     def __init__(self, slots: Slots) -> None:
         super().__init__(slots)
         self._state = BadWordsState(
@@ -38,5 +38,8 @@ class BadWords(LogitEdit):
         self._state.num_words[slot].fill_(len(words))
         self._state.output_start[slot].fill_(request.num_prompt_tokens)
 
-    def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
+    def clear(self, slot: int) -> None:
+        self._state.num_words[slot].fill_(0)
+
+    def apply(self, logits: Tensor, at: EditRows) -> None:
         apply_bad_words(logits, at, self._state, self._slots.token_ids)

@@ -33,26 +33,47 @@ class RequestRows(NamedTuple):
     def take(self, index_np: np.ndarray) -> "RequestRows":
         return RequestRows(*(of_each[index_np] for of_each in self))
 
-    def behind(self, num_tokens: Tensor) -> EditRows:
+    def packed(self, size: int, dummy: int) -> np.ndarray:
+        """What `unpack` reads, padded with rows of the dummy slot. Shape: [3, size or more]."""
+        packed_np = np.zeros((3, aligned(size)), dtype=np.int64)
+        packed_np[1] = dummy
+        packed_np[:, : len(self.row_np)] = self
+        return packed_np
+
+    @staticmethod
+    def unpack(packed: Tensor, size: int, num_tokens: Tensor) -> EditRows:
         """The rows as kernels take them, counted from the device's own `num_tokens`.
 
-        Shape: num_tokens [num_slots].
+        Shape: packed [3, size or more], num_tokens [num_slots].
         """
-        num_rows = len(self.row_np)
-        packed_np = np.zeros((3, aligned(num_rows)), dtype=np.int64)
-        packed_np[:, :num_rows] = self
-        row, slot, drafts = uploaded(packed_np, num_tokens.device)[:, :num_rows]
+        row, slot, drafts = packed[:, :size]
         return EditRows(row, slot, num_tokens[slot] + drafts)
 
 
 class LogitEdit(ABC):
-    """One edit: its state for each slot, and its kernel."""
-
-    # Whether the host must know all tokens of a request before it can edit its logits.
-    needs_host = False
+    """One edit: its state for each slot."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
+
+    @abstractmethod
+    def is_asked_by(self, params: SamplingParams) -> bool: ...
+
+
+class HostEdit(LogitEdit):
+    """The host must know all tokens of a request before it can edit its logits."""
+
+    @abstractmethod
+    def apply(self, logits: Tensor, rows: RequestRows) -> None:
+        """Edit the rows of requests that ask for this edit, in place. Shape: logits [N, V']
+        float32.
+        """
+
+
+class DeviceEdit(LogitEdit):
+    """Kernels that find in tables, by slot, what to edit: they leave alone the rows of slots that
+    do not ask for it, so they can be captured for any rows.
+    """
 
     def _table(self, *shape: int, dtype: torch.dtype, fill: float = 0) -> Tensor:
         """State for each slot. Shape: [num_slots, *shape]."""
@@ -63,18 +84,17 @@ class LogitEdit(ABC):
         return uploaded(np.asarray(values, dtype), self._slots.device)
 
     @abstractmethod
-    def is_asked_by(self, params: SamplingParams) -> bool: ...
-
     def seat(self, request: Request) -> None:
-        """Fill the slot of a request that asks for this edit; again after each preemption.
+        """Fill the slot of a request that asks for this edit; again after each preemption."""
 
-        Nobody empties it: stale rows of tables are not read.
-        """
+    @abstractmethod
+    def clear(self, slot: int) -> None:
+        """Have a slot ask for nothing, as all do at first: a request that does not gets it."""
+
+    def count(self, slots: Tensor) -> None:
+        """Take the known tokens of these slots into the tables. Shape: [B] int32."""
         return
 
     @abstractmethod
-    def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
-        """Edit the rows of requests that ask for this edit, in place; `at` has the same rows.
-
-        Shape: logits [N, V'] float32.
-        """
+    def apply(self, logits: Tensor, at: EditRows) -> None:
+        """Edit these rows in place. Shape: logits [N, V'] float32."""

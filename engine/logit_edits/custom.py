@@ -6,24 +6,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.kernels.edits.edit_rows import EditRows
-
 from ..api import SamplingParams
 from ..request import Request
-from .base import LogitEdit, RequestRows
+from .base import HostEdit, RequestRows
 
 log = logging.getLogger(__name__)
 
 
-class CustomProcessors(LogitEdit):
+class CustomProcessors(HostEdit):
     """Calls them row by row. One that fails turns its row into NaN, which ends its request."""
-
-    needs_host = True
 
     def is_asked_by(self, params: SamplingParams) -> bool:
         return len(params.logits_processors) > 0
 
-    def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
+    def apply(self, logits: Tensor, rows: RequestRows) -> None:
         for row, slot, num_drafts in np.stack(rows, axis=1).tolist():
             request = self._slots.requests[slot]
             prefix = self._slots.token_ids[None, slot, : request.num_tokens + num_drafts].long()

@@ -11,24 +11,22 @@ from outrider.kernels.edits.edit_rows import EditRows
 
 from ..api import SamplingParams
 from ..state.host_copy import uploaded
-from .base import LogitEdit, RequestRows
+from .base import HostEdit, RequestRows
 
 if TYPE_CHECKING:
     from ..grammars.grammar import Grammar
 
 
-class Grammars(LogitEdit):
+class Grammars(HostEdit):
     """Applies masks that are computed on the host, which must know the drafts to compute them.
 
     Each mask is computed once a step: the target's rows reuse the masks of the draft's rows.
     """
 
-    needs_host = True
-
     def is_asked_by(self, params: SamplingParams) -> bool:
         return params.grammar is not None
 
-    def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
+    def apply(self, logits: Tensor, rows: RequestRows) -> None:
         from ..grammars.grammar import compute_masks  # needs msgspec
 
         last = rows.take(np.append(np.diff(rows.slot_np) != 0, True))  # row of each request
@@ -45,8 +43,10 @@ class Grammars(LogitEdit):
         masks_of = {request.slot: g.masks for request, g in zip(requests, grammars, strict=True)}
         each = zip(rows.slot_np.tolist(), rows.drafts_np.tolist(), strict=True)
         masks_np = np.stack([masks_of[slot][num_drafts] for slot, num_drafts in each])
-        at = at._replace(slot=torch.arange(len(masks_np), device=self._slots.device))
-        apply_bitmask(logits, at, uploaded(masks_np, self._slots.device), self._slots.vocab_size)
+        # The masks are of rows in place of slots.
+        row = uploaded(rows.row_np, self._slots.device)
+        at = EditRows(row, torch.arange(len(row), device=row.device), row)
+        apply_bitmask(logits, at, uploaded(masks_np, row.device), self._slots.vocab_size)
 
     def _learn_drafts(
         self, grammars: "list[Grammar]", last: RequestRows, known_np: np.ndarray

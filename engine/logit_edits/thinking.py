@@ -5,19 +5,19 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.edits.edit_rows import EditRows
-from outrider.kernels.edits.thinking import ThinkingState, end_thoughts
+from outrider.kernels.edits.thinking import NO_LIMIT, ThinkingState, count_thoughts, end_thoughts
 
 from ..api import SamplingParams
 from ..request import Request
 from ..state.slots import Slots
-from .base import LogitEdit, RequestRows
+from .base import DeviceEdit
 
 
-class ThinkingLimit(LogitEdit):
+class ThinkingLimit(DeviceEdit):
     def __init__(self, slots: Slots) -> None:
         super().__init__(slots)
         self._thoughts = self._table(len(ThinkingState._fields), dtype=torch.int64)
-        self._known: dict[int, ThinkingState] = {}  # by slot, as far as the host knows the tokens
+        self._thoughts += self._uploaded(NO_LIMIT, np.int64)
 
     def is_asked_by(self, params: SamplingParams) -> bool:
         return params.thinking is not None
@@ -40,24 +40,17 @@ class ThinkingLimit(LogitEdit):
             is_open=is_open,
             num_left=min(budget.num_tokens, 2**62),  # no sequence has as many, and sums fit int64
         )
-        self._learn({slot: begin.after(request.token_ids[first:])})
+        self._write(slot, begin.after(request.token_ids[first:]))
 
-    def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
-        self._count(np.unique(rows.slot_np))
+    def clear(self, slot: int) -> None:
+        self._write(slot, NO_LIMIT)
+
+    def _write(self, slot: int, state: ThinkingState) -> None:
+        self._thoughts[slot].copy_(self._uploaded(state, np.int64))
+
+    def count(self, slots: Tensor) -> None:
+        count_thoughts(self._thoughts, slots, self._slots.token_ids, self._slots.num_tokens)
+
+    def apply(self, logits: Tensor, at: EditRows) -> None:
         slots = self._slots
         end_thoughts(logits, at, self._thoughts, slots.token_ids, slots.vocab_size)
-
-    def _count(self, slots_np: np.ndarray) -> None:
-        """Add newly known tokens to the table, so that kernels have few left to count."""
-        counted: dict[int, ThinkingState] = {}
-        for slot in slots_np.tolist():
-            request = self._slots.requests.get(slot)  # None: the dummy
-            if request and (known := self._known[slot]).num_counted < request.num_tokens:
-                counted[slot] = known.after(request.token_ids[known.num_counted :])
-        if counted:
-            self._learn(counted)
-
-    def _learn(self, known: dict[int, ThinkingState]) -> None:
-        self._known |= known
-        slots, thoughts = np.array([*known]), np.array([*known.values()])
-        self._thoughts[self._uploaded(slots, np.int64)] = self._uploaded(thoughts, np.int64)

@@ -13,12 +13,12 @@ from outrider.kernels.edits.token_bias import BiasState, apply_token_bias
 from ..api import SamplingParams
 from ..request import Request
 from ..state.slots import Slots
-from .base import LogitEdit, RequestRows
+from .base import DeviceEdit
 
 MAX_ENTRIES = 1280  # tokens of logit_bias and tokens that end the sequence, together
 
 
-class TokenBias(LogitEdit):
+class TokenBias(DeviceEdit):
     def __init__(self, slots: Slots) -> None:
         super().__init__(slots)
         self._state = BiasState(
@@ -44,5 +44,8 @@ class TokenBias(LogitEdit):
         self._state.banned_until[at] = self._uploaded(banned_until, np.int64)
         self._state.num_entries[request.slot].fill_(len(token_ids))
 
-    def apply(self, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
+    def clear(self, slot: int) -> None:
+        self._state.num_entries[slot].fill_(0)
+
+    def apply(self, logits: Tensor, at: EditRows) -> None:
         apply_token_bias(logits, at, self._state, self._slots.vocab_size)

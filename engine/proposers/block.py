@@ -2,8 +2,8 @@
 P-EAGLE.
 
 The length of a sequence's block depends on its own k_i alone, not on other sequences. Without a
-chain no draft depends on those before it, and all are drawn at once. With one, they are drawn
-one after another, from what was computed together.
+chain no draft depends on those before it, and all are drawn at once. With one, or with edits of
+logits, they are drawn one after another, from what was computed together.
 """
 
 from dataclasses import dataclass
@@ -106,20 +106,22 @@ class BlockByBlock(Drafter):
         self._slots, self.read = slots, blocks.read
 
     def draft(self, integers: Tensor, shape: Shape) -> Tensor:
-        size, k, filters, draws = shape
+        size, k, *kind = shape
         batch_shape = self._shape(size, k)
         batch_len = packed_len(size)
         block = self._blocks(integers[:batch_len], batch_shape, k)
-        at = integers[batch_len:].view(2, -1)
-        if self._draws_at_once:
-            logits = self._head.widened(block.logits.flatten(0, 1))
-            return self._draws.draw(at, (k * size, filters, draws), logits)
         width = aligned(size)
+        at = integers[batch_len:].view(2, k, width)
+        has_edits = kind[-1]
+        if self._head.chain is None and self._head.confidence is None and not has_edits:
+            logits = self._head.widened(block.logits.flatten(0, 1))
+            every = at[:, :, :size].flatten(1).contiguous()
+            return self._draws.draw(every, (k * size, *kind), logits)
         previous, prepared = self._before(block.slots, 0), self._prepared(block)
         for j in range(k):
             logits, confidence = self._at(block, prepared, j, previous)
-            its = at[:, j * width : (j + 1) * width]
-            previous = self._draws.draw(its, (size, filters, draws), logits)
+            its = at[:, j]
+            previous = self._draws.draw(its, (size, *kind), logits)
             if confidence is not None:
                 self._draws.keep_confidence(its, confidence)
         return previous
@@ -128,13 +130,12 @@ class BlockByBlock(Drafter):
         self, slots_np: np.ndarray, num_drafts_np: np.ndarray, size: int, k: int
     ) -> np.ndarray:
         """The rows of the blocks; then, for each draft, the integers of its draws."""
-        width = size if self._draws_at_once else aligned(size)
-        at_np = np.zeros((2, aligned(k * width)), dtype=np.int64)
+        at_np = np.zeros((2, k, aligned(size)), dtype=np.int64)
         at_np[0] = self._slots.dummy
         for j in range(k):
             goes_on_np = slots_np[: np.count_nonzero(num_drafts_np > j)]
-            at_np[0, j * width : j * width + len(goes_on_np)] = goes_on_np
-            at_np[1, j * width : (j + 1) * width] = j
+            at_np[0, j, : len(goes_on_np)] = goes_on_np
+            at_np[1, j] = j
         rows = self._rows_of(slots_np, num_drafts_np)
         packed = rows.packed(size, self._slots.dummy)
         return np.concatenate((packed, at_np.ravel()))
@@ -154,10 +155,6 @@ class BlockByBlock(Drafter):
             return self._at(block, prepared, j, self._before(block.slots, j))
 
         return logits_of
-
-    @property
-    def _draws_at_once(self) -> bool:
-        return self._head.chain is None and self._head.confidence is None
 
     def _shape(self, size: int, k: int) -> Shape:
         return size, size * max(1, k + self._blocks.num_more_rows), 0

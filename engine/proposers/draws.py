@@ -13,7 +13,7 @@ from outrider.kernels.verify.verify import draw_draft
 
 from ..logit_edits import LogitEdits, RequestRows
 from ..models.network import PagedLayers
-from ..plan import SAMPLING_KINDS, ScheduledRequest, sampling_kind, slots_of
+from ..plan import DRAFTING_KINDS, ScheduledRequest, sampling_kind, slots_of
 from ..state.host_copy import uploaded
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP, aligned
@@ -69,11 +69,14 @@ class Draws:
     def draw(self, integers: Tensor, shape: Shape, logits: Tensor) -> Tensor:
         """Draw one draft for each row, write it into its slot, and keep its distribution.
 
-        `shape` is (rows, filters, draws). Shape: integers [2, N or more], for each row its slot
-        and the number of drafts before this one; logits [N or more, V] -> [N].
+        `shape` is (rows, filters, draws, edits): with edits, the logits of slots that ask for some
+        are overwritten. Shape: integers [2, N or more], for each row its slot and the number of
+        drafts before this one; logits [N or more, V] -> [N].
         """
-        size, filters, draws = shape
+        size, filters, draws, edits = shape
         (slot, offset), logits = integers[:, :size].unbind(), logits[:size]
+        if edits:
+            self._edits.edit_drafts(logits, slot, offset)
         return draw_draft(
             logits,
             self._slots.state,
@@ -101,7 +104,7 @@ class Draws:
     def capture(self, logits: Tensor) -> None:
         """Capture draws of one draft for each sequence. Shape: logits [max_num_seqs, V']."""
         for size in padded_sizes(self._slots.max_num_seqs):
-            for kind in SAMPLING_KINDS:
+            for kind in DRAFTING_KINDS:
                 integers_np = self.pack(NONE_NP, 0, size)
                 self._phase.capture(integers_np, (size, *kind), (logits[:size],))
 
@@ -109,7 +112,7 @@ class Draws:
         """Dummy draws that together launch every sampling kernel."""
         logits = torch.zeros_like(self.distributions.logits[:2, 0])
         integers = uploaded(self.pack(NONE_NP, 0, 2), logits.device)
-        for kind in SAMPLING_KINDS:
+        for kind in DRAFTING_KINDS:
             yield partial(self.draw, integers, (2, *kind), logits)
 
     def in_turn(
@@ -117,8 +120,9 @@ class Draws:
     ) -> np.ndarray:
         """Draw up to k_i drafts for each sequence, one after another; returns their number.
 
-        The host edits the logits of requests that want it. How likely a draft is to be accepted
-        follows from the head's confidence or else from the draft's own probabilities.
+        If a request has an edit that needs the host, the edits of all are made by themselves. How
+        likely a draft is to be accepted follows from the head's confidence or else from the draft's
+        own probabilities.
         Shape: wanted_np [N] -> [N].
         """
         slots_np, kind = slots_of(scheduled), sampling_kind(scheduled)
@@ -135,8 +139,11 @@ class Draws:
                 if len(kept_np) == 0:
                     break
                 seqs_np, logits = seqs_np[kept_np], logits[uploaded(kept_np, logits.device)]
-            logits = self._edited(logits, slots_np[seqs_np], j)
-            token_ids = self._draw_each(slots_np[seqs_np], j, kind, logits)
+            edited_np = self._edits.asked_by(slots_np[seqs_np])
+            if needs_host := self._edits.needing_host(slots_np[seqs_np]).any():
+                logits = self._edited(logits, slots_np[seqs_np], j)
+            drafting_kind = (*kind, bool(edited_np.any() and not needs_host))
+            token_ids = self._draw_each(slots_np[seqs_np], j, drafting_kind, logits)
             num_drawn_np[seqs_np] += 1
             goes_on_np = wanted_np[seqs_np] > j + 1
             if looks and confidence is None and goes_on_np.any():
@@ -150,19 +157,18 @@ class Draws:
 
     def _draw_each(self, slots_np: np.ndarray, j: int, kind: Shape, logits: Tensor) -> Tensor:
         """Draw draft j in these slots. Shape: logits [N, V'] -> [N]."""
-        size = self._phase.padded((len(slots_np),))[0]
-        integers_np = self.pack(slots_np, j, size)
-        return self._phase(integers_np, (size, *kind), logits)[: len(slots_np)]
+        shape = self._phase.padded((len(slots_np), *kind))
+        integers_np = self.pack(slots_np, j, shape[0])
+        return self._phase(integers_np, shape, logits)[: len(slots_np)]
 
     def _edited(self, logits: Tensor, slots_np: np.ndarray, j: int) -> Tensor:
         """The logits of draft j, with the edits of the rows' requests. Shape: [N, V'].
 
-        Rounding the result is harmless: drafts are drawn from it, and it is what verification gets.
+        Rounded as in `LogitEdits.edit_drafts`.
         """
-        edited_np = self._edits.asked_by(slots_np)
-        if not edited_np.any():
-            return logits
-        row_np = edited_np.nonzero()[0]
+        row_np = self._edits.asked_by(slots_np).nonzero()[0]
         rows = RequestRows(row_np, slots_np[row_np], np.full_like(row_np, j))
-        edited = self._edits.apply(logits, rows).to(logits.dtype)
-        return logits.index_copy(0, uploaded(row_np, logits.device), edited)
+        packed = uploaded(rows.packed(len(row_np), self._slots.dummy), logits.device)
+        at = RequestRows.unpack(packed, len(row_np), self._slots.num_tokens)
+        edited = self._edits.apply(logits, at, rows)
+        return logits.index_copy(0, at.row, edited.to(logits.dtype))

@@ -19,7 +19,7 @@ from ..api import ReportProgress
 from ..logit_edits import LogitEdits
 from ..models.heads.head import Head
 from ..models.network import Network, Pass
-from ..plan import SAMPLING_KINDS, Plan, ScheduledRequest, sampling_kind, slots_of
+from ..plan import DRAFTING_KINDS, Plan, ScheduledRequest, sampling_kind, slots_of
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP
 from ..state.slots import Slots
@@ -42,7 +42,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, integers: Tensor, shape: Shape) -> Tensor:
-        """Draw up to k drafts for each sequence; shape is (sequences, k, filters, draws).
+        """Draw up to k drafts for each sequence; shape is (sequences, k, *DRAFTING_KINDS[i]).
 
         Returns any tensor. Shape: integers, see `pack`.
         """
@@ -57,7 +57,7 @@ class HeadSource(Source):
 
     Positions count from the tokens that the device knows, so drafts can be launched before the host
     has read the tokens that they follow. All are drawn in one phase on the device, with two
-    exceptions: the host edits logits, or (on a CPU) it looks at how likely each draft is.
+    exceptions: logits are edited by the host, or (on a CPU) it looks at how likely each draft is.
     """
 
     name = "draft_model"
@@ -96,7 +96,8 @@ class HeadSource(Source):
     def _draft_for_dummies(self, size: int) -> None:
         k = self._slots.max_drawn
         packed = self._drafter.pack(NONE_NP, NONE_NP, size, k)
-        self._drafts(packed, (size, k, *SAMPLING_KINDS[0]))
+        for kind in DRAFTING_KINDS[:2]:  # with edits, and without
+            self._drafts(packed, (size, k, *kind))
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the head's pass for each captured pass of the target, and all drafting."""
@@ -107,19 +108,20 @@ class HeadSource(Source):
         sizes = padded_sizes(self._slots.max_num_seqs)
         for done, size in enumerate(sizes):
             report("capturing the head's drafts", done, len(sizes))
-            for kind in SAMPLING_KINDS:
-                for k in range(self._slots.max_drawn, 0, -1):
+            for kind in DRAFTING_KINDS:
+                every_k = range(self._slots.max_drawn, 0, -1)
+                for k in padded_sizes(self._slots.max_drawn) if kind[-1] else every_k:
                     packed = self._drafter.pack(NONE_NP, NONE_NP, size, k)
                     self._drafts.capture(packed, (size, k, *kind))
 
     def propose(self, plan: Plan, wanted: Counts) -> Counts:
         together: list[ScheduledRequest] = []
         one_by_one: list[ScheduledRequest] = []
-        edited_np = self._edits.asked_by(slots_of(plan.scheduled))
-        for scheduled, is_edited in zip(plan.scheduled, edited_np.tolist(), strict=True):
+        need_host_np = self._edits.needing_host(slots_of(plan.scheduled))
+        for scheduled, needs_host in zip(plan.scheduled, need_host_np.tolist(), strict=True):
             goes_on = scheduled.start == -1 and scheduled.memory.head_reads_along
             if goes_on and wanted.get(scheduled.slot, 0) > 0:
-                alone = is_edited or (self.draws.stops_early and scheduled.least_chance > 0)
+                alone = needs_host or (self.draws.stops_early and scheduled.least_chance > 0)
                 (one_by_one if alone else together).append(scheduled)
         together.sort(key=lambda scheduled: -wanted[scheduled.slot])  # longest first
         counts: Counts = {}
@@ -132,9 +134,10 @@ class HeadSource(Source):
 
     def _together(self, scheduled: list[ScheduledRequest], num_drafts_np: np.ndarray) -> np.ndarray:
         """Draw all drafts on the device; returns their numbers. Shape: [N] -> [N]."""
-        (size, *_), k = self._drafts.padded((len(scheduled),)), int(num_drafts_np[0])
-        packed = self._drafter.pack(slots_of(scheduled), num_drafts_np, size, k)
-        self._drafts(packed, (size, k, *sampling_kind(scheduled)))
+        slots_np, k = slots_of(scheduled), int(num_drafts_np[0])
+        kind = *sampling_kind(scheduled), bool(self._edits.asked_by(slots_np).any())
+        shape = self._drafts.padded((len(scheduled), k, *kind))
+        self._drafts(self._drafter.pack(slots_np, num_drafts_np, *shape[:2]), shape)
         return num_drafts_np
 
     def _in_turn(self, scheduled: list[ScheduledRequest], num_drafts_np: np.ndarray) -> np.ndarray:

@@ -76,7 +76,7 @@ class TokenByToken(Drafter):
         self._slots, self.read = slots, last_rows.read
 
     def draft(self, integers: Tensor, shape: Shape) -> Tensor:
-        size, k, filters, draws = shape
+        size, k, *kind = shape
         batch_shape = (size, size, size)
         batch_len, draws_len = packed_len(size), 2 * aligned(size)
         y = drawn = integers
@@ -87,7 +87,7 @@ class TokenByToken(Drafter):
             else:
                 y = self._advance(integers[:batch_len], batch_shape, y)
                 integers = integers[batch_len:]
-            drawn = self._draws.draw(at, (size, filters, draws), self._logits(y))
+            drawn = self._draws.draw(at, (size, *kind), self._logits(y))
         return drawn
 
     def pack(

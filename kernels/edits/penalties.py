@@ -5,7 +5,7 @@
 
 A table for each slot counts the first `num_counted` tokens. The tokens from there to a row's
 position (drafts, and known tokens not counted yet) are compared one by one. So a row is right
-however long ago the table was updated.
+however long ago the table was updated, which `count_tokens` does.
 """
 
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from . import cpu
 from .edit_rows import EditRows, check_rows
 
 _BLOCK = 1024
+_LANES = 64
 
 
 class PenaltyState(NamedTuple):
@@ -89,6 +90,70 @@ def apply_penalties_reference(
     logits[row, ids] = logit.to(logits.dtype)
 
 
+def count_tokens(
+    penalties: PenaltyState, slots: torch.Tensor, token_ids: torch.Tensor, num_tokens: torch.Tensor
+) -> None:
+    """Count the known tokens of these slots, so that rows have few left to compare.
+
+    Slots without penalties are left alone. Shape: penalties as above, slots [B] int32, none twice
+    of those with penalties; token_ids [S, width] int32, num_tokens [S] int64.
+    """
+    if not uses_triton(penalties.seen):
+        count_tokens_reference(penalties, slots, token_ids, num_tokens)
+    elif len(slots):
+        _count_kernel[(len(slots),)](
+            penalties,
+            penalties.seen.stride(0),
+            slots,
+            token_ids,
+            token_ids.stride(0),
+            num_tokens,
+            LANES=_LANES,
+        )
+
+
+def count_tokens_reference(
+    penalties: PenaltyState, slots: torch.Tensor, token_ids: torch.Tensor, num_tokens: torch.Tensor
+) -> None:
+    for slot in slots.tolist():
+        repetition, frequency, presence = (float(field[slot]) for field in penalties[:3])
+        if (repetition, frequency, presence) == (1, 0, 0):
+            continue
+        first, last = int(penalties.num_counted[slot]), int(num_tokens[slot])
+        new = token_ids[slot, first:last].long()
+        penalties.seen[slot].index_add_(0, new, torch.full_like(new, 2, dtype=torch.int32))
+        penalties.num_counted[slot] = last
+
+
+@triton.jit
+def _are_asked(penalties, slot):
+    repetition = tl.load(penalties.repetition + slot)
+    frequency = tl.load(penalties.frequency + slot)
+    return (repetition != 1) | (frequency != 0) | (tl.load(penalties.presence + slot) != 0)
+
+
+@triton.jit
+def _count_kernel(
+    penalties,
+    seen_stride,
+    slot_ptr,  # [B]
+    token_ids_ptr,  # [S, width]
+    token_ids_stride,
+    num_tokens_ptr,  # [S]
+    LANES: tl.constexpr,
+):
+    slot = tl.load(slot_ptr + tl.program_id(0)).to(tl.int64)
+    if _are_asked(penalties, slot):
+        last = tl.load(num_tokens_ptr + slot)
+        twice = tl.full((LANES,), 2, tl.int32)
+        for first in range(tl.load(penalties.num_counted + slot), last, LANES):
+            at = first + tl.arange(0, LANES)
+            token = tl.load(token_ids_ptr + slot * token_ids_stride + at, mask=at < last, other=0)
+            # Added one by one: several lanes may have the same token.
+            tl.atomic_add(penalties.seen + slot * seen_stride + token, twice, mask=at < last)
+        tl.store(penalties.num_counted + slot, last)
+
+
 @triton.jit
 def _penalties_kernel(
     logits_ptr,  # [N, V']
@@ -103,18 +168,19 @@ def _penalties_kernel(
 ):
     i = tl.program_id(0)
     slot = tl.load(rows.slot + i)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = ids < vocab_size
-    seen = tl.load(penalties.seen + slot * seen_stride + ids, mask=inside, other=0)
-    for at in range(tl.load(penalties.num_counted + slot), tl.load(rows.position + i)):
-        token = tl.load(token_ids_ptr + slot * token_ids_stride + at)
-        seen += tl.where(ids == token, 2, 0)
-    penalised = inside & (seen > 0)
-    count = seen >> 1
-    logit_ptr = logits_ptr + tl.load(rows.row + i) * logits_stride + ids
-    logit = tl.load(logit_ptr, mask=penalised, other=0.0).to(tl.float32)
-    repetition = tl.load(penalties.repetition + slot)
-    logit = tl.where(logit > 0, logit / repetition, logit * repetition)
-    logit -= tl.load(penalties.frequency + slot) * count.to(tl.float32)
-    logit -= tl.where(count > 0, tl.load(penalties.presence + slot), 0.0)
-    tl.store(logit_ptr, logit, mask=penalised)
+    if _are_asked(penalties, slot):
+        ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = ids < vocab_size
+        seen = tl.load(penalties.seen + slot * seen_stride + ids, mask=inside, other=0)
+        for at in range(tl.load(penalties.num_counted + slot), tl.load(rows.position + i)):
+            token = tl.load(token_ids_ptr + slot * token_ids_stride + at)
+            seen += tl.where(ids == token, 2, 0)
+        penalised = inside & (seen > 0)
+        count = seen >> 1
+        logit_ptr = logits_ptr + tl.load(rows.row + i) * logits_stride + ids
+        logit = tl.load(logit_ptr, mask=penalised, other=0.0).to(tl.float32)
+        repetition = tl.load(penalties.repetition + slot)
+        logit = tl.where(logit > 0, logit / repetition, logit * repetition)
+        logit -= tl.load(penalties.frequency + slot) * count.to(tl.float32)
+        logit -= tl.where(count > 0, tl.load(penalties.presence + slot), 0.0)
+        tl.store(logit_ptr, logit, mask=penalised)

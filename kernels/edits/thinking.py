@@ -2,7 +2,7 @@
 
 A table for each slot says how the first `num_counted` tokens leave the budget. The tokens from
 there to a row's position (drafts, and known tokens not counted yet) are counted by the kernel. So a
-row is right however long ago the table was updated.
+row is right however long ago the table was updated, which `count_thoughts` does.
 """
 
 from collections.abc import Iterable
@@ -40,6 +40,10 @@ class ThinkingState(NamedTuple):
             else:
                 num_left -= 1
         return ThinkingState(open_id, close_id, num_opening, num_counted, is_open, num_left)
+
+
+# Of slots that limit no thoughts: no token is left to count, and no thought is open.
+NO_LIMIT = ThinkingState(-1, 0, 0, num_counted=2**62, is_open=0, num_left=0)
 
 
 def end_thoughts(
@@ -105,6 +109,71 @@ def end_thoughts_reference(
             logits[row, state.close_id] = close
 
 
+def count_thoughts(
+    thoughts: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, num_tokens: torch.Tensor
+) -> None:
+    """Count the known tokens of these slots, so that rows have few left to count.
+
+    Shape: thoughts and token_ids as above, slots [B] int32, none twice of those with a limit,
+    num_tokens [S] int64.
+    """
+    if not uses_triton(thoughts):
+        count_thoughts_reference(thoughts, slots, token_ids, num_tokens)
+    elif len(slots):
+        _count_kernel[(len(slots),)](
+            thoughts,
+            slots,
+            token_ids,
+            token_ids.stride(0),
+            num_tokens,
+            FIELDS=len(ThinkingState._fields),
+        )
+
+
+def count_thoughts_reference(
+    thoughts: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, num_tokens: torch.Tensor
+) -> None:
+    for slot in slots.tolist():
+        counted = ThinkingState(*thoughts[slot].tolist())
+        new = token_ids[slot, counted.num_counted : int(num_tokens[slot])].tolist()
+        thoughts[slot] = torch.tensor(counted.after(new), device=thoughts.device)
+
+
+@triton.jit
+def _after(thoughts_ptr, tokens_ptr, last):
+    """`is_open` and `num_left` behind the first `last` tokens of a slot."""
+    open_id = tl.load(thoughts_ptr)
+    close_id = tl.load(thoughts_ptr + 1)
+    num_opening = tl.load(thoughts_ptr + 2)
+    is_open = tl.load(thoughts_ptr + 4)
+    num_left = tl.load(thoughts_ptr + 5)
+    for at in range(tl.load(thoughts_ptr + 3), last):
+        token = tl.load(tokens_ptr + at)
+        was_open = is_open
+        is_open = tl.where(was_open != 0, token != close_id, token == open_id).to(tl.int64)
+        num_left += tl.where(was_open != 0, -is_open, is_open * num_opening)
+    return is_open, num_left
+
+
+@triton.jit
+def _count_kernel(
+    thoughts_ptr,  # [S, FIELDS]
+    slot_ptr,  # [B]
+    token_ids_ptr,  # [S, width]
+    token_ids_stride,
+    num_tokens_ptr,  # [S]
+    FIELDS: tl.constexpr,
+):
+    slot = tl.load(slot_ptr + tl.program_id(0)).to(tl.int64)
+    thoughts_ptr += slot * FIELDS
+    last = tl.load(num_tokens_ptr + slot)
+    if tl.load(thoughts_ptr + 3) < last:
+        is_open, num_left = _after(thoughts_ptr, token_ids_ptr + slot * token_ids_stride, last)
+        tl.store(thoughts_ptr + 3, last)
+        tl.store(thoughts_ptr + 4, is_open)
+        tl.store(thoughts_ptr + 5, num_left)
+
+
 @triton.jit
 def _thinking_kernel(
     logits_ptr,  # [N, V']
@@ -120,16 +189,9 @@ def _thinking_kernel(
     i = tl.program_id(0)
     slot = tl.load(rows.slot + i)
     thoughts_ptr += slot * FIELDS
-    open_id = tl.load(thoughts_ptr)
+    tokens_ptr = token_ids_ptr + slot * token_ids_stride
+    is_open, num_left = _after(thoughts_ptr, tokens_ptr, tl.load(rows.position + i))
     close_id = tl.load(thoughts_ptr + 1)
-    num_opening = tl.load(thoughts_ptr + 2)
-    is_open = tl.load(thoughts_ptr + 4)
-    num_left = tl.load(thoughts_ptr + 5)
-    for at in range(tl.load(thoughts_ptr + 3), tl.load(rows.position + i)):
-        token = tl.load(token_ids_ptr + slot * token_ids_stride + at)
-        was_open = is_open
-        is_open = tl.where(was_open != 0, token != close_id, token == open_id).to(tl.int64)
-        num_left += tl.where(was_open != 0, -is_open, is_open * num_opening)
     logits_ptr += tl.load(rows.row + i) * logits_stride
     close = tl.load(logits_ptr + close_id, mask=close_id < vocab_size, other=-float("inf"))
     if (is_open != 0) & (num_left <= 0) & (close > -float("inf")):

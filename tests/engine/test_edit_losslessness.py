@@ -1,10 +1,13 @@
 """Many steps under every edit of logits, against exact enumeration of the edited target."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from block_heads import save_tiny_block_head
 from distributions import bound, chi_squared, total_variation
 from engines import run, sampling_config
+from heads import save_tiny_head
 from target_distribution import joint, sample
 from tiny_models import Quick
 
@@ -38,6 +41,9 @@ EDITS = {
         PLAIN,
         thinking=ThinkingBudget(num_tokens=3, open_token_id=2, close_token_id=1, begun=True),
     ),
+    "penalties": replace(
+        PLAIN, repetition_penalty=2.0, frequency_penalty=0.8, presence_penalty=-0.5, top_p=0.95
+    ),
     "processor": replace(PLAIN, logits_processors=(ProcessorChoice("parity", {"bias": 1.5}),)),
 }
 EDITS["all"] = replace(
@@ -67,7 +73,14 @@ SOME = [("all", rule, "draft_model") for rule in RULES] + [
     ("frequency", "block", "suffix"),
     ("all", "token", "suffix"),
 ]
-EVERY = [(name, rule, by) for name in EDITS for rule in RULES for by in ("draft_model", "suffix")]
+# A head's drafts are edited in the phase that draws them, those of a block one after another.
+SOME += [
+    ("penalties", "block", "draft_model"),
+    ("penalties", "token", "eagle3"),
+    ("penalties", "block", "dflash"),
+]
+SOURCES = ("draft_model", "eagle3", "dflash", "suffix")
+EVERY = [(name, rule, by) for name in EDITS for rule in RULES for by in SOURCES]
 
 
 @pytest.mark.parametrize(
@@ -78,9 +91,13 @@ EVERY = [(name, rule, by) for name in EDITS for rule in RULES for by in ("draft_
     ],
 )
 def test_the_joint_is_the_edited_targets(
-    name: str, rule: Verification, proposer: str, quick_model: Quick
+    name: str, rule: Verification, proposer: str, quick_model: Quick, tmp_path: Path
 ) -> None:
-    target, draft = quick_model(3), quick_model(4)
+    is_head = proposer in ("eagle3", "dflash")
+    target, draft = quick_model(3, 2 if is_head else 1), quick_model(4)  # heads read between layers
+    if is_head:
+        save = save_tiny_head if proposer == "eagle3" else save_tiny_block_head
+        draft, proposer = save(tmp_path, target, boundaries=(0, 1, 2), scale=0.2), "draft_model"
     config = sampling_config(target, draft, proposer)
     specs = ("parity = logits_processors:FavourParity",)
     engine = Engine(replace(config, logits_processors=specs))

@@ -12,12 +12,16 @@ from tiny_models import VOCAB
 
 from outrider.engine.api import InvalidRequestError, NewRequest, SamplingParams, ThinkingBudget
 from outrider.engine.engine import Engine
-from outrider.engine.logit_edits import LogitEdits, RequestRows
+from outrider.engine.logit_edits import LogitEdits
+from outrider.engine.logit_edits.penalties import Penalties
+from outrider.engine.logit_edits.thinking import ThinkingLimit
 from outrider.engine.request import Request
 from outrider.engine.state.slots import Slots
 from outrider.engine.validation import check_request
+from outrider.kernels.edits.edit_rows import EditRows
 
 PROMPTS = prompts([3, 21, 9], VOCAB, seed=4)
+SPENT = ThinkingBudget(num_tokens=0, open_token_id=1, close_token_id=9, begun=True)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +61,11 @@ def edits(target: Path) -> dict[str, SamplingParams]:
     return each
 
 
+@pytest.mark.parametrize("is_blind", [False, True])
 def test_a_request_is_edited_alone_as_in_company(
-    target: Path, draft: Path, edits: dict[str, SamplingParams]
+    target: Path, draft: Path, edits: dict[str, SamplingParams], is_blind: bool
 ) -> None:
+    """Also where all edits of all rows run, as in graphs, and only tables say who asks for them."""
     each = [replace(params, max_tokens=12) for params in (GREEDY, *edits.values())]
     each += [replace(params, temperature=1.0, seed=i) for i, params in enumerate(each)]
     prompt = PROMPTS[0]
@@ -69,6 +75,7 @@ def test_a_request_is_edited_alone_as_in_company(
     assert len({tuple(output) for output in alone[: len(edits) + 1]}) >= 6
     # Slots change hands between requests with edits and without, and prefixes are shared.
     engine = Engine(engine_config(target, draft, max_num_seqs=5, max_num_batched_tokens=40))
+    engine.worker.edits._is_blind |= is_blind
     for _ in range(2):
         together = run(engine, [prompt] * len(each), each)
         assert [tokens(output) for output in together] == alone
@@ -193,20 +200,58 @@ def test_the_largest_bias_stays_finite_under_the_strongest_penalty(
         assert tokens(outputs) == [3] * 4
 
 
-def test_bfloat16_rounds_no_penalty_away() -> None:
+def test_rows_have_few_tokens_left_to_count(
+    target: Path, draft: Path, edits: dict[str, SamplingParams]
+) -> None:
+    """Not as many as the answer has by then."""
+    engine = Engine(engine_config(target, draft, k=3))
+    penalties, limit = (
+        next(edit for edit in engine.worker.edits._chain if isinstance(edit, kind))
+        for kind in (Penalties, ThinkingLimit)
+    )
+    run(engine, PROMPTS[:1], edits["all"])
+    (num_tokens,) = engine.worker.slots.num_tokens[:-1][engine.worker.slots.num_tokens[:-1] > 0]
+    for counted in (penalties._state.num_counted[0], limit._thoughts[0, 3]):
+        assert num_tokens - 4 <= counted < num_tokens
+
+
+def seated(*asked: SamplingParams) -> LogitEdits:
+    """Of one slot, which requests of the tokens 3, 4, 4 got one after another."""
     slots = Slots(1, 8, 0, 4, torch.device("cpu"), VOCAB)
     edits = LogitEdits(slots)
-    params = replace(GREEDY, presence_penalty=0.05)
-    new = NewRequest(request_id="0", prompt_token_ids=[3], params=params)
-    request = Request(new)
-    request.token_ids += [4, 4]
-    request.slot = 0
-    slots.fill([request], [request])
-    edits.seat(request)
-    assert edits.asked_by(np.array([0, slots.dummy])).tolist() == [True, False]
+    edits._is_blind = True  # as on a GPU
+    for params in asked:
+        request = Request(NewRequest(request_id="0", prompt_token_ids=[3], params=params))
+        request.token_ids += [4, 4]
+        request.slot = 0
+        slots.fill([request], [request])
+        edits.seat(request)
+    return edits
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        replace(GREEDY, repetition_penalty=1.4),
+        replace(GREEDY, logit_bias={7: 3.0}),
+        replace(GREEDY, allowed_token_ids=(3, 5)),
+        replace(GREEDY, bad_words=((4, 6), (8,))),
+        replace(GREEDY, thinking=SPENT),
+    ],
+)
+def test_a_slot_forgets_what_its_last_request_asked_for(asked: SamplingParams) -> None:
+    logits = torch.randn(1, VOCAB)
+    at = EditRows(*(torch.tensor([n]) for n in (0, 0, 3)))
+    assert torch.equal(seated(asked, GREEDY).apply(logits, at), logits)
+    assert not torch.equal(seated(GREEDY, asked).apply(logits, at), logits)
+
+
+def test_bfloat16_rounds_no_penalty_away() -> None:
+    edits = seated(replace(GREEDY, presence_penalty=0.05))
+    assert edits.asked_by(np.array([0, 1])).tolist() == [True, False]
     logits = torch.full((3, VOCAB), 40.0, dtype=torch.bfloat16)
-    rows = RequestRows(*(np.array([n]) for n in (2, 0, 0)))
-    found = edits.apply(logits, rows)  # only the last of three rows
+    row, slot, position = (torch.tensor([n]) for n in (2, 0, 3))
+    found = edits.apply(logits, EditRows(row, slot, position))  # only the last of three rows
     assert found.shape == (1, VOCAB)
     assert found[0, 3:5].tolist() == pytest.approx([40, 39.95])
     assert bool((logits == 40).all())

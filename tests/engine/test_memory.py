@@ -12,11 +12,10 @@ from engines import GREEDY, engine_config, prompts, run, tokens
 from tiny_models import DEVICE, VOCAB, Tiny
 from torch import Tensor
 
+from outrider.engine import logit_edits
 from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.gpu_memory import OutOfDeviceMemoryError, left_bytes
-from outrider.engine.logit_edits import RequestRows
-from outrider.engine.logit_edits.penalties import Penalties
 from outrider.engine.measuring import naming_what_to_lower
 from outrider.engine.models.groups import LayerGroup
 from outrider.engine.plan import Plan
@@ -165,31 +164,33 @@ def test_logits_are_edited_and_scored_in_pieces(
     params = [edited, GREEDY, edited, replace(edited, logprob_token_ids=(3, 5, 8)), edited, edited]
     whole = run(Engine(config), asked, params)
     monkeypatch.setattr(verifier, "ROWS_AT_ONCE", 5)
+    monkeypatch.setattr(verifier, "EDITED_ROWS", 11)  # two sequences with all drafts of the model
     engine, num_edited, num_scored = Engine(config), [], []
-    apply, gather = Penalties.apply, verifier.gather_logprobs
+    take, gather = logit_edits.take_rows, verifier.gather_logprobs
     copies: list[weakref.ref[Tensor]] = []
 
     def is_only_copy(logits: Tensor) -> bool:
         copies[:] = [each for each in copies if each() is not None] + [weakref.ref(logits)]
         return len(copies) == 1
 
-    def applied(edit: Penalties, logits: Tensor, rows: RequestRows, at: EditRows) -> None:
-        assert is_only_copy(logits)
-        num_edited.append(len(logits))
-        apply(edit, logits, rows, at)
+    def taken(logits: Tensor, rows: EditRows, is_edited: Tensor) -> Tensor:
+        copied = take(logits, rows, is_edited)
+        assert is_only_copy(copied)
+        num_edited.append(len(copied))
+        return copied
 
     def gathered(logits: Tensor, *args: Any) -> Logprobs:
         assert is_only_copy(logits)
         num_scored.append(len(logits))
         return gather(logits, *args)
 
-    monkeypatch.setattr(Penalties, "apply", applied)
+    monkeypatch.setattr(logit_edits, "take_rows", taken)
     monkeypatch.setattr(verifier, "gather_logprobs", gathered)
     in_pieces = run(engine, asked, params)
     for one, other in zip(whole, in_pieces, strict=True):
         assert tokens(one) == tokens(other)
         assert [each.logprobs for each in one] == [each.logprobs for each in other]
-    most = 5 + engine.worker.slots.max_drafts
+    most = 2 * 4 + engine.worker.slots.max_drafts
     assert max(num_edited) <= most
     assert max(num_scored) == 5
     num_edited.clear()

@@ -23,6 +23,7 @@ from outrider.engine.models import attention, network
 from outrider.engine.models.attention import ForwardBatch, PagedAttention
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.network import Network, Pass, captured_shapes
+from outrider.engine.proposers.draft_model import DraftModel
 from outrider.engine.scoring import verifier
 from outrider.engine.state import phase
 from outrider.engine.state.batch import HostBatch
@@ -157,6 +158,51 @@ def test_padding_stays_at_the_beginning_beside_edited_rows(
     expected = [tokens(o) for o in run(plain, mixed, params)]
     assert [tokens(o) for o in run(padded, mixed, params)] == expected
     assert not caplog.records  # drafting never failed
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="every test there runs over graphs")
+@pytest.mark.parametrize("proposer", ["draft_model", "head", "dflash"])
+@pytest.mark.parametrize("edited_rows", [128, 8])  # at once
+def test_edits_that_need_no_host_are_captured(
+    target: Path,
+    draft: Path,
+    recorded: type[_Recorded],
+    monkeypatch: pytest.MonkeyPatch,
+    proposer: str,
+    edited_rows: int,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(verifier, "EDITED_ROWS", edited_rows)
+    if proposer == "head":
+        draft = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), draft_vocab=60)
+    if proposer == "dflash":
+        draft = save_tiny_block_head(tmp_path, target, boundaries=(0, 1, 2))
+    config = engine_config(target, draft, k=3, max_num_seqs=7)
+    asked = prompts([3, 40, 1, 17, 8, 5], VOCAB)
+    params = [
+        replace(GREEDY, max_tokens=60, frequency_penalty=0.8),
+        replace(GREEDY, max_tokens=60, logit_bias={4: 2.0}, bad_words=((4, 4), (7,)), logprobs=2),
+        SamplingParams(max_tokens=20, seed=3, top_k=9, repetition_penalty=1.3),
+        GREEDY,
+        SamplingParams(max_tokens=13, seed=2, temperature=0.7, allowed_token_ids=(3, 4, 5, 60)),
+        SamplingParams(max_tokens=13, seed=6, verification="match", presence_penalty=1.0),
+    ]
+    plain, padded = Engine(config), Engine(config)
+    padded.worker.capture(ignore_progress)
+    source = padded.worker.proposer.sources[-1]
+    drafting = source.draws._phase if isinstance(source, DraftModel) else source._drafts
+    for each in (drafting, padded.worker.verifier._edited_phase):
+        each.captured = _Complete(each.captured)  # which raises where a step was not captured
+    for lag in (0, 1):
+        plain.scheduler.lag = padded.scheduler.lag = lag
+        expected = [tokens(o) for o in run(plain, asked, params)]
+        assert [tokens(o) for o in run(padded, asked, params)] == expected
+        # Rows of drafts that are looked up are more than a model's.
+        predicted = expected
+        expected = [tokens(o) for o in run(plain, asked, params, predicted=predicted)]
+        assert [tokens(o) for o in run(padded, asked, params, predicted=predicted)] == expected
+    assert padded.stats().accepted_per_position[10] > 0
+    assert recorded.num_replays > 50
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from verification import DEVICE, HAS_KERNELS, make_sampling, spread_out
 from outrider.kernels.edits.bad_words import BadWordsState, apply_bad_words
 from outrider.kernels.edits.bitmask import apply_bitmask
 from outrider.kernels.edits.edit_rows import EditRows
-from outrider.kernels.edits.penalties import PenaltyState, apply_penalties
+from outrider.kernels.edits.edited_rows import put_back, take_rows
+from outrider.kernels.edits.penalties import PenaltyState, apply_penalties, count_tokens
 from outrider.kernels.edits.thinking import ThinkingState, end_thoughts
 from outrider.kernels.edits.token_bias import BiasState, apply_token_bias
 from outrider.kernels.edits.token_mask import num_words
@@ -67,12 +68,16 @@ def test_edits_of_logits() -> None:
     allowed = torch.full((1, num_words(VOCAB)), 0x0FFFFFFF, dtype=torch.int32, device=DEVICE)
     states = [ThinkingState(open_id, 30, 0, 0, 0, 1) for open_id in (10, 18)]
     thoughts = torch.tensor(states, device=DEVICE)
+    count_tokens(penalties, ints(1, dtype=torch.int32), token_ids, ints(1, 2))
+    assert int(penalties.seen[1, 19]) == 2
     for logits in (near, far):
         apply_penalties(logits, rows, penalties, token_ids)
         apply_token_bias(logits, rows, bias, VOCAB)
         apply_bad_words(logits, rows, words, token_ids)
         apply_bitmask(logits, EditRows(ints(2), ints(0), ints(0)), allowed, VOCAB)
         end_thoughts(logits, EditRows(ints(1), ints(1), ints(3)), thoughts, token_ids, VOCAB)
+        copies = take_rows(logits, rows, ints(0, 1, dtype=torch.bool))
+        put_back(logits, rows, ints(0, 1, dtype=torch.bool), 2 * copies)
     assert torch.equal(near, far)
     assert (near[2] == -torch.inf).sum() > 4
     assert (near[1] != -torch.inf).nonzero().flatten().tolist() == [30]

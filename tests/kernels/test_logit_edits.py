@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 from grids import pairwise
-from verification import DEVICE, DRAWING_ROADS, on_road
+from verification import DEVICE, DRAWING_ROADS, ROADS, on_road
 
 from outrider.kernels.edits.bad_words import BadWordsState, apply_bad_words
 from outrider.kernels.edits.bitmask import apply_bitmask
 from outrider.kernels.edits.edit_rows import EditRows
-from outrider.kernels.edits.penalties import PenaltyState, apply_penalties
-from outrider.kernels.edits.thinking import ThinkingState, end_thoughts
+from outrider.kernels.edits.edited_rows import put_back, take_rows
+from outrider.kernels.edits.penalties import PenaltyState, apply_penalties, count_tokens
+from outrider.kernels.edits.thinking import NO_LIMIT, ThinkingState, count_thoughts, end_thoughts
 from outrider.kernels.edits.token_bias import BiasState, apply_token_bias
 from outrider.kernels.edits.token_mask import num_words, token_mask
 
@@ -106,6 +107,32 @@ def test_penalties_do_not_depend_on_how_much_is_counted(road: str) -> None:
         results.append(found)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("known", [PROMPT, KNOWN, KNOWN + 3])
+def test_what_is_counted_is_what_a_recount_gives(known: int, road: str) -> None:
+    """Of slots with penalties; one has a token several times over."""
+    case = make_case(40, 40, torch.float32)
+    num_tokens = table(known, known, known, known, dtype=torch.int64)
+    counted, truth = penalties_of(case, 40, PROMPT), penalties_of(case, 40, known)
+    with on_road(road):
+        for _ in range(2):  # the second time nothing is new
+            count_tokens(counted, table(3, 1, 3, 2).int(), case.token_ids, num_tokens)
+    assert torch.equal(counted.seen[1:3], truth.seen[1:3])
+    assert counted.num_counted.tolist() == [PROMPT, known, known, PROMPT]
+    assert torch.equal(counted.seen[[0, 3]], penalties_of(case, 40, PROMPT).seen[[0, 3]])
+
+
+def test_an_answer_is_counted_at_once_however_long_it_is(road: str) -> None:
+    num_tokens = 200  # more than the lanes of one pass
+    token_ids = torch.randint(0, 9, (1, num_tokens + 7), dtype=torch.int32, device=DEVICE)
+    seen = torch.zeros(1, 9, dtype=torch.int32, device=DEVICE)
+    one = torch.ones(1, device=DEVICE)
+    penalties = PenaltyState(2 * one, one, one, seen, table(5, dtype=torch.int64))
+    with on_road(road):
+        known = table(num_tokens, dtype=torch.int64)
+        count_tokens(penalties, table(0).int(), token_ids, known)
+    assert seen[0].tolist() == (2 * token_ids[0, 5:num_tokens].bincount(minlength=9)).tolist()
 
 
 def test_a_banned_token_stays_banned_whatever_the_penalty(road: str) -> None:
@@ -310,3 +337,45 @@ def test_nothing_ends_where_no_thought_is_open_or_its_end_is_banned(road: str) -
             thoughts = torch.tensor(states, device=DEVICE)
             end_thoughts(found, case.rows, thoughts, case.token_ids, 40)
         assert torch.equal(found.nan_to_num(7.0), logits.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_thoughts_are_counted_as_far_as_tokens_are_known(road: str) -> None:
+    case, prefixes = thinking_case(40, torch.float32)
+    begun = [ThinkingState(OPEN, CLOSE, 1, 2, 0, 5), *[NO_LIMIT] * 3]
+    begun[1] = ThinkingState(OPEN, CLOSE, 1, 0, 0, 5).after(prefixes[1][:3])
+    begun[2] = ThinkingState(OPEN, CLOSE, 0, 0, 0, 5).after(prefixes[2][:1])
+    thoughts = torch.tensor(begun, device=DEVICE)
+    num_tokens = table(2, 7, 9, 0, dtype=torch.int64)
+    with on_road(road):
+        for _ in range(2):  # the second time nothing is new
+            count_thoughts(thoughts, table(3, 1, 3, 0, 2).int(), case.token_ids, num_tokens)
+    truth = [begun[0], begun[1].after(prefixes[1][3:7]), begun[2].after(prefixes[2][1:9]), NO_LIMIT]
+    assert thoughts.tolist() == [[*each] for each in truth]
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_slot_without_a_limit_ends_no_thought(road: str) -> None:
+    case, _ = thinking_case(40, torch.float32)
+    thoughts, found = torch.tensor([NO_LIMIT] * 4, device=DEVICE), case.logits.clone()
+    with on_road(road):
+        end_thoughts(found, case.rows, thoughts, case.token_ids, 40)
+    assert torch.equal(found, case.logits)
+
+
+@pytest.mark.parametrize(("shape", "dtype", "road"), pairwise(SHAPES, [*EXACT], ROADS))
+def test_rows_of_edited_slots_alone_are_taken_and_put_back(
+    shape: tuple[int, int], dtype: torch.dtype, road: str
+) -> None:
+    case = make_case(*shape, dtype)
+    is_edited = table(0, 1, 0, 0, dtype=torch.bool)  # that of rows 6 and 0
+    truth, found = case.logits.clone(), case.logits.clone()
+    truth[[6, 0]] *= -2  # which rounds nothing: the interpreter rounds in another way
+    with on_road(road):
+        copies = take_rows(found, case.rows, is_edited)
+        assert copies.dtype == torch.float32
+        assert torch.equal(copies[:2], case.logits[[6, 0]].float())
+        copies[:2] *= -2
+        copies[2:] = torch.nan
+        put_back(found, case.rows, is_edited, copies)
+    assert torch.equal(found, truth)

@@ -61,9 +61,10 @@ def prompt_logprobs(outputs: list[list[RequestOutput]]) -> torch.Tensor:
 def test_two_ranks_answer_as_one_process(
     architecture: str, tiny_model: Tiny, draft: Path, start: Callable[[EngineConfig], Engine]
 ) -> None:
-    """They share the draft as well."""
+    """They share the draft as well. The first edits logits, alone."""
     config = engine_config(tiny_model(architecture), draft, max_num_batched_tokens=32)
-    params = replace(GREEDY, prompt_logprobs=20)
+    params = [replace(GREEDY, prompt_logprobs=20)] * 4
+    params[1] = replace(params[1], frequency_penalty=0.7, logit_bias={5: 2.0})
     alone, both = Engine(config), start(with_shared_draft(config))
     one, two = (run(engine, PROMPTS, params) for engine in (alone, both))
     assert len(both.worker.pair.on_all_ranks) == both.info.tensor_parallel == 2
