@@ -12,6 +12,7 @@ from ..base.content import TextOr, TextParts
 from ..base.fields import (
     MAX_CACHE_SALT_CHARS,
     MAX_LOGITS_PROCESSORS,
+    MAX_REGISTERED_NAME_CHARS,
     APIRequest,
     BadWordList,
     Int,
@@ -42,7 +43,10 @@ class Speculation(APIRequest):
     enabled: bool = True
     num_speculative_tokens: Int | None = Field(default=None, ge=0, le=MAX_K)
     verification: Verification | None = None
-    sources: list[str] | None = Field(default=None, max_length=16)  # of drafts; None: all
+    # Of drafts; None: all.
+    sources: list[Annotated[str, Field(max_length=MAX_REGISTERED_NAME_CHARS)]] | None = Field(
+        default=None, max_length=16
+    )
     metrics: bool | None = None  # report how many drafts were accepted; None: the server's setting
     trace: bool = False  # report the drafts of each step, and which were accepted
 
@@ -59,7 +63,7 @@ class NamedProcessor(APIRequest):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, max_length=MAX_REGISTERED_NAME_CHARS)
     args: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -35,6 +35,7 @@ MAX_INT = 2**63 - 1
 MAX_BAD_WORD_CHARS = 256
 MAX_CACHE_SALT_CHARS = 1024
 MAX_LOGITS_PROCESSORS = 16
+MAX_REGISTERED_NAME_CHARS = 256  # of a processor, or of a source of drafts
 MAX_TOOLS = 1024
 MAX_NAME_CHARS = 64  # shown of an unknown field's name
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -383,3 +383,14 @@ def test_field_that_the_engine_refuses_is_named(serve: Serve) -> None:
     ):
         served.client.refusal = InvalidRequestError(text)
         assert post(served.app, OK).error["param"] == param
+
+
+@pytest.mark.parametrize("field", ["logits_processors", "speculation"])
+def test_a_long_name_is_not_sent_back(field: str, serve: Serve) -> None:
+    """The engine's own refusal repeats the name, so a longer one never reaches it."""
+    name = 100_000 * "x"
+    body = OK | {field: {"sources": [name]} if field == "speculation" else [name]}
+    result = post(serve().app, body)
+    assert (result.status, result.error["param"]) == (400, field)
+    assert "at most 256 characters" in result.error["message"]
+    assert len(result.error["message"]) < 300
