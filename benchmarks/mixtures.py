@@ -9,10 +9,11 @@ For example, on a machine without a network:
 
 It starts a server, or asks the one at --url. In each mixture the clients send completions, and the
 next as soon as they have an answer. First the server chooses k (`auto`), then every request names
-the same k; 0 is plain decoding; all of this in turn, --rounds times, since what comes first meets
-sizes that were never computed. The table has median tokens a second, prompts included, and how the
-own choice compares with plain decoding and with the best fixed k. `auto` should be at least 0.98 of
-the best everywhere. Short runs are noisy: believe ratios of --seconds 10 and more.
+the same k; 0 is plain decoding; all of this in turn, --rounds times, forth and back, behind a turn
+that does not count, since what comes first meets sizes that were never computed. The table has
+median tokens a second, prompts included, and how the own choice compares with plain decoding and
+with the best fixed k. `auto` should be at least 0.98 of the best everywhere. Short runs are noisy:
+believe ratios of --seconds 10 and more.
 
 Tokens are counted by the server, while all clients are busy: from a quarter of the time on. Clients
 that rest have whole bursts counted. Answers are as long with every k.
@@ -257,11 +258,12 @@ def main() -> None:
             if mixture.clients > args.most_clients:
                 continue
             turns: dict[str, list[float]] = {k: [] for k in args.k}
-            for _ in range(args.rounds):
-                for k, seen in turns.items():
+            asyncio.run(tokens_per_s(place, mixture, None, args.seconds / 2, requests))
+            for round_ in range(args.rounds):
+                for k in args.k if round_ % 2 == 0 else reversed(args.k):
                     own_k = None if k == "auto" else int(k)
                     turn = tokens_per_s(place, mixture, own_k, args.seconds, requests)
-                    seen.append(asyncio.run(turn))
+                    turns[k].append(asyncio.run(turn))
             rates = {k: median(seen) for k, seen in turns.items()}
             cells = row(name, mixture.clients, rates)
             table.add_row(*cells)

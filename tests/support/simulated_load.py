@@ -113,6 +113,7 @@ def tokens_per_s(mixture: Mixture, fixed_k: int | None = None, seed: int = 0) ->
     costs = mixture.costs
     price = learned(costs, mixture.clients, mixture.max_k) if costs.is_captured else None
     adaptive = AdaptiveSpeculation(mixture.max_k, price=price)
+    adaptive.use_threads(16)
     clients = Clients(mixture, np.random.default_rng(seed), adaptive.acceptance)
     unread_observation: tuple | None = None
     num_tokens, seconds = 0, 0.0
@@ -120,7 +121,7 @@ def tokens_per_s(mixture: Mixture, fixed_k: int | None = None, seed: int = 0) ->
         is_late = 2 * step > mixture.steps
         if is_late and mixture.fewer_threads is not None:
             costs = mixture.fewer_threads
-        adaptive.use_threads(1 if is_late else 16)
+            adaptive.use_threads(1)
         joins = clients.join()
         decodes = clients.left > 0
         num_seqs, num_prompt = int(decodes.sum()), int(joins.sum()) * mixture.prompt
