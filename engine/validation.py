@@ -24,10 +24,10 @@ def check_request(
     prompt, params = new.prompt_token_ids, new.params
     if not prompt:
         raise InvalidRequestError("prompt: it is empty; at least one token is needed")
-    if len(prompt) >= max_model_len:
+    if len(prompt) + min(1, params.max_tokens) > max_model_len:
         raise InvalidRequestError(
-            f"prompt: {len(prompt)} tokens leave no room to decode; "
-            f"the context holds {max_model_len} tokens in all"
+            f"prompt: {len(prompt)} tokens do not fit: the context holds {max_model_len} tokens in "
+            "all, of which one is left for the answer unless max_tokens is 0"
         )
     _check_ids("prompt", prompt, vocab_size)
     _check_ids("prediction", new.predicted_token_ids, vocab_size)

@@ -168,9 +168,8 @@ class Scheduler:
         return scheduled.max_rows
 
     def _fits(self, request: Request) -> bool:
-        return self._memory.fits(
-            request.memory, request.num_tokens + 1, request.num_reusable_tokens
-        )
+        num_tokens = min(request.num_tokens + 1, request.max_len)  # a prompt may fill the context
+        return self._memory.fits(request.memory, num_tokens, request.num_reusable_tokens)
 
     def _share(self, request: Request, budget: int, plan: Plan) -> ScheduledRequest:
         num_new = 1

@@ -206,7 +206,8 @@ class Service:
         """How many tokens of a prompt the request wants to keep; None: all."""
         limit = fields.truncate_prompt_tokens
         if limit == -1:
-            return max(1, self.engine_info.max_model_len - max(1, max_tokens or 1))
+            least = 1 if max_tokens is None else max_tokens
+            return max(1, self.engine_info.max_model_len - least)
         return limit
 
     def truncate(
@@ -347,7 +348,6 @@ class Service:
     def _check_prompt(self, prompt: list[int], *, param: str, max_tokens: int) -> None:
         if not prompt:
             raise invalid_value(param, f"The {param} is empty; it needs at least one token.")
-        max_tokens = max(1, max_tokens)  # the engine always draws one
         if len(prompt) + max_tokens > self.engine_info.max_model_len:
             raise ContextLengthError(
                 max_model_len=self.engine_info.max_model_len,

@@ -11,7 +11,13 @@ from tiny_models import DEVICE, VOCAB, Tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.api import NewRequest, RequestOutput, SamplingParams, TokenLogprobs
+from outrider.engine.api import (
+    InvalidRequestError,
+    NewRequest,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 from outrider.engine.engine import Engine
 from outrider.engine.models.network import Pass
 from outrider.engine.plan import Plan
@@ -130,6 +136,25 @@ def test_a_prompt_can_be_scored_without_a_new_token(target: Path, draft: Path) -
         assert_are_the_targets_own(target, prompt, logprobs_of_prompt(each))
         assert (tokens(each), each[-1].finish_reason) == ([], "length")
     assert engine.stats().generation_tokens == 0
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_prompt_that_fills_the_context_can_be_scored(
+    target: Path, draft: Path, chunk: int, lag: int
+) -> None:
+    config = engine_config(target, draft, page_size=4, num_pages=11, max_num_batched_tokens=chunk)
+    engine = Engine(replace(config, max_model_len=40))
+    engine.scheduler.lag = lag
+    (full,) = prompts([40], VOCAB, seed=9)
+    (outputs,) = run(engine, [full], replace(SCORED, max_tokens=0))
+    assert_are_the_targets_own(target, full, logprobs_of_prompt(outputs))
+    assert (tokens(outputs), outputs[-1].finish_reason) == ([], "length")
+    for num_tokens, max_tokens in [(41, 0), (40, 1)]:
+        (prompt,) = prompts([num_tokens], VOCAB, seed=9)
+        params = replace(SCORED, max_tokens=max_tokens)
+        with pytest.raises(InvalidRequestError, match="the context holds 40 tokens in all"):
+            engine.submit([NewRequest(request_id="x", prompt_token_ids=prompt, params=params)])
 
 
 def test_a_nan_among_the_logits_of_a_prompt_fails_that_request_only(

@@ -211,3 +211,20 @@ def test_spaces_between_special_tokens_can_be_declined() -> None:
 
     assert text() == " word <eos> <a> <a> word"
     assert text(spaces_between_special_tokens=False) == " word <eos><a><a> word"
+
+
+def test_a_prompt_that_fills_the_context_can_be_scored(serve: Serve) -> None:
+    def play(request: NewRequest) -> list[RequestOutput]:
+        return [RequestOutput(request_id=request.request_id, token_ids=[], finish_reason="length")]
+
+    app = serve(play).app
+    scored = {"max_tokens": 0, "echo": True}
+    reply = post(app, {"prompt": [70] * 1000} | scored)
+    assert (reply.status, reply.json()["usage"]["total_tokens"]) == (200, 1000)
+    reply = post(app, {"prompt": [70] * 1001} | scored)
+    assert reply.status == 400
+    assert (
+        "requested 1001 tokens (1001 in the prompt, 0 in the completion)" in reply.error["message"]
+    )
+    reply = post(app, {"prompt": [70] * 1001, "truncate_prompt_tokens": -1} | scored)
+    assert reply.json()["usage"]["prompt_tokens"] == 1000
