@@ -32,6 +32,11 @@ class CustomProcessors(HostEdit):
         for name, processor in request.logits_processors:
             try:
                 result = processor(prefix, scores)
+                if not isinstance(result, Tensor):
+                    raise TypeError(
+                        f"it returned {type(result).__name__}; a torch tensor of shape "
+                        f"{list(banned.shape)} is expected"
+                    )
                 if result.shape != banned.shape:
                     raise ValueError(
                         f"it returned scores of shape {list(result.shape)} for {list(banned.shape)}"

@@ -33,16 +33,16 @@ class AcceptanceCounts:
 
 def speculation_metrics(
     each: Sequence[AcceptanceCounts], num_speculative_tokens: int
-) -> SpeculationMetrics | None:
-    """How the drafts of these sequences fared, in vLLM's terms; None if there were none."""
+) -> SpeculationMetrics:
+    """How the drafts of these sequences fared, in vLLM's terms; zeros if there were none, and a
+    length of 1, as of plain decoding."""
     steps_by_accepted = sum((one.steps_by_accepted for one in each), Counter[int]())
-    if not (num_steps := steps_by_accepted.total()):
-        return None
+    num_steps = steps_by_accepted.total()
     num_drafted = sum(one.num_draft_tokens for one in each)
     num_accepted = sum(one.num_accepted_tokens for one in each)
     return SpeculationMetrics(
-        mean_acceptance_length=1 + num_accepted / num_steps,
-        draft_acceptance_rate=num_accepted / num_drafted,
+        mean_acceptance_length=1 + num_accepted / max(1, num_steps),
+        draft_acceptance_rate=num_accepted / max(1, num_drafted),
         acceptance_histogram=[steps_by_accepted[j] for j in range(num_speculative_tokens + 1)],
         num_spec_steps=num_steps,
         num_accepted_draft_tokens=num_accepted,

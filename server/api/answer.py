@@ -144,7 +144,7 @@ class Answer(ABC):
         if self._include_drafts:
             k = self._service.engine_info.max_drafts
             drafts = speculation_metrics([sample.acceptance for sample in self._samples], k)
-            reported |= {"speculative_decoding": drafts} if drafts else {}
+            reported["speculative_decoding"] = drafts
         return RequestMetrics(**reported) if reported else None
 
     def _trace(self, delta: Delta) -> list[TracedStep]:

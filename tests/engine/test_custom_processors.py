@@ -94,8 +94,9 @@ def test_a_processor_that_fails_ends_its_own_request_only(target: Path, draft: P
     assert failed[-1].finish_reason == "error"
     assert failed[-1].error == f"logits processor 'fail_on' failed: met {met}"
     assert tokens(beside) == truth[1]
-    assert "it returned scores of shape [1, 96]" in (misshapen[-1].error or "")
-    assert "'as_array' failed" in (array[-1].error or "")
+    assert "it returned scores of shape [1, 96] for" in (misshapen[-1].error or "")
+    what = f"it returned ndarray; a torch tensor of shape [1, {VOCAB}] is expected"
+    assert array[-1].error == f"logits processor 'as_array' failed: {what}"
     assert rounded[-1].finish_reason == "length"
 
 

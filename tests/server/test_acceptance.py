@@ -56,8 +56,22 @@ def test_nothing_is_returned_unasked(serve: Serve, fields: Any) -> None:
     assert "metrics" not in post(serve(play).app, ASK | fields).json()
 
 
-def test_nothing_is_returned_where_nothing_was_drafted(serve: Serve) -> None:
-    assert "metrics" not in post(serve().app, ASK).json()
+def test_zeros_are_returned_where_nothing_was_drafted(serve: Serve) -> None:
+    served = serve()
+    metrics = post(served.app, ASK).json()["metrics"]["speculative_decoding"]
+    k = metrics["num_spec_tokens"]
+    assert k > 0
+    assert metrics == {
+        "mean_acceptance_length": 1.0,
+        "draft_acceptance_rate": 0.0,
+        "acceptance_histogram": [0] * (k + 1),
+        "num_spec_steps": 0,
+        "num_accepted_draft_tokens": 0,
+        "num_draft_tokens": 0,
+        "num_spec_tokens": k,
+    }
+    *_, last = post(served.app, ASK | STREAM).chunks
+    assert last["metrics"] == {"speculative_decoding": metrics}
 
 
 def test_server_can_return_them_unless_declined(serve: Serve) -> None:
