@@ -283,6 +283,27 @@ def test_experts_that_differ_from_the_config_are_refused_by_name(
         load(path)
 
 
+@pytest.mark.parametrize(
+    ("model", "given", "names"),
+    [
+        ("qwen3_moe", {"num_experts": 8}, "num_experts 8 and num_local_experts 6"),
+        ("glm4_moe", {"num_local_experts": 9}, "num_local_experts 9 and n_routed_experts 8"),
+    ],
+)
+def test_a_number_with_two_values_by_two_names_is_refused_by_name(
+    model: str, given: dict[str, int], names: str, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(tiny_model(model), tmp_path / "model"))
+    (other,) = given
+    stated = json.loads((path / "config.json").read_text())
+    right = stated["num_local_experts" if model == "qwen3_moe" else "n_routed_experts"]
+    change_config(path, **{other: right})
+    load(path)
+    change_config(path, **given)
+    with pytest.raises(ValueError, match=f"config.json has {names}, which mean the same"):
+        load(path)
+
+
 @pytest.mark.skipif(HAS_KERNELS, reason="a CPU's draft")
 def test_a_drafts_experts_are_rounded_to_8_bits_like_its_other_layers(tiny_model: Tiny) -> None:
     config = ModelConfig(path=str(tiny_model("qwen3_moe", moe_intermediate_size=32)))
