@@ -210,8 +210,10 @@ class Checkpoint(AnyCheckpoint):
         read: Read | None = None,
         share: Share = WHOLE,
         renamed: Mapping[str, str] = {},
+        warns: bool = True,
     ) -> None:
-        """`read` reads quantised layers, whole. `renamed` is as in `name_in_text`.
+        """`read` reads quantised layers, whole. `renamed` is as in `name_in_text`. `warns`: whether
+        to say that they are unpacked.
 
         Raises WeightFileError if files are missing or damaged.
         """
@@ -220,7 +222,7 @@ class Checkpoint(AnyCheckpoint):
         # Only our Triton kernels multiply by narrow matrices; elsewhere they are unpacked.
         self.keeps_narrow = uses_triton(torch.empty(0, device=device))
         self.has_quantised = False  # whether any layer read so far was quantised
-        self._warned = False
+        self._warned = not warns
         self._file_of = open_files(folder)
         # The text of a model that also reads images has the names of a model of text.
         self._stored_name = {name_in_text(name, renamed): name for name in self._file_of}

@@ -16,6 +16,7 @@ from quantised import quantise
 from safetensors.torch import load_file, save_file
 from tiny_models import DEVICE, VOCAB, Tiny, change_config, change_tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from verification import HAS_KERNELS
 
 from outrider.engine.config import EngineConfig, ModelConfig
 from outrider.engine.engine import Engine
@@ -188,6 +189,20 @@ def test_a_quantised_checkpoint_keeps_its_head(leave: tuple[str, ...], tmp_path:
     ):
         expected = meant[f"{LAYER}.{name}.weight"].to(DEVICE)
         torch.testing.assert_close(linear.weight.dequantised(), expected)
+
+
+@pytest.mark.skipif(HAS_KERNELS, reason="a GPU multiplies by them as they are")
+def test_that_weights_are_unpacked_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = quantise(save_tiny_mtp_model(tmp_path / "plain"), tmp_path, "ct fp8 of rows")
+    assert Engine(engine_config(path, path)).info.proposer == "mtp"
+    assert caplog.text.count("the weights are unpacked to") == 1
+    caplog.clear()
+    plain = tmp_path / "plain"
+    config = engine_config(plain, plain)
+    assert Engine(changed_draft(config, quantization="fp8")).info.proposer == "mtp"
+    assert caplog.text.count("the weights are unpacked to") == 1  # the head's, alone
 
 
 @pytest.mark.parametrize(

@@ -331,9 +331,12 @@ def _read_mtp_head(
                 names.projection,
             )
     _, read = quantised_format(config, hf_config) or (None, None)
+    is_known = config.is_mtp and read is not None  # the target's warning was about these weights
     if _rounds(config, target):
         read = rounding(rounds_inputs=True, unless=read)
-    checkpoint = open_checkpoint(folder, target.dtype, target.device, report, read=read)
+    checkpoint = open_checkpoint(
+        folder, target.dtype, target.device, report, read=read, warns=not is_known
+    )
     family = FAMILIES[hf_config.model_type](checkpoint, hf_config)
     width, shape = hf_config.hidden_size, tuple(target.input_embedding.shape)
     if (hf_config.vocab_size, width) != shape:
