@@ -112,7 +112,30 @@ def pair_settings(
             "draft_model to it, or leave it out",
             2,
         )
+    _check_draft_settings(settings, flags)
     return settings
+
+
+def _check_draft_settings(settings: Settings, flags: Mapping[str, object]) -> None:
+    """Refuse settings of a draft model where none drafts: those of the command, and all of them if
+    no draft is named. Those of a config's own draft, as with --no-draft, are no mistake.
+    """
+    proposer = settings.speculation.proposer
+    if not {"auto", "draft_model"}.isdisjoint(proposer):
+        return
+    for key, given, without in (
+        ("speculation.num_speculative_tokens", settings.speculation.num_speculative_tokens, 0),
+        ("draft.attention_window", settings.draft.attention_window, None),
+        ("draft.tensor_parallel", settings.draft.tensor_parallel, 1),
+    ):
+        is_flag = flags.get(key) is not None
+        if given not in (None, without) and (is_flag or settings.draft.model is None):
+            name = f"{flag_names()[key]} {given}" if is_flag else f"{key} = {given}"
+            give_up(
+                f"{name} is for a draft model alone, and speculation.proposer is "
+                f"{', '.join(proposer)}: leave it out, or set --proposer auto",
+                2,
+            )
 
 
 def names_proposer(assignments: Sequence[str] | None, flags: Mapping[str, object]) -> bool:

@@ -59,13 +59,6 @@ def _serve(
     if no_draft:
         flags["speculation.proposer"] = "none"
     settings = pair_settings(model, draft, config, assignments, flags)
-    proposer = settings.speculation.proposer
-    if k not in (None, "0") and {"auto", "draft_model"}.isdisjoint(proposer):
-        give_up(
-            f"-k {k} is for a draft model alone, and speculation.proposer is "
-            f"{', '.join(proposer)}: leave -k out, or set --proposer auto",
-            2,
-        )
     if missing := missing_model(settings):  # before libraries are loaded for seconds
         give_up(missing, 1)
     # Only now: it brings in the whole server, which the other commands need not wait for.

@@ -377,7 +377,12 @@ class Settings(SettingsSection):
         return self
 
     @model_validator(mode="after")
-    def _cache_holds_a_sequence(self) -> Self:
+    def _cache_is_of_use(self) -> Self:
+        if self.cache.host_gib and not self.cache.prefix_caching:
+            raise ValueError(
+                f"cache.host_gib is {self.cache.host_gib:g}, but cache.prefix_caching is false, so "
+                "that no page is kept: set it to 0"
+            )
         num_pages, page_size = self.cache.num_pages, self.cache.page_size_tokens
         longest = self.engine.max_model_len or 2
         if num_pages is not None and (num_pages - 1) * page_size < longest:

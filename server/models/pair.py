@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from outrider.engine.api import ReportProgress, ignore_progress
 from outrider.engine.config import (
@@ -164,6 +164,8 @@ def _draft(
     )
     if head_kind(draft):  # a head uses its target's tokenizer; the engine checks the rest
         _check_head(draft, config, settings)
+    elif settings.attention_window is not None:
+        _refuse_window(settings, "a draft that is no head attends as its config says")
     return draft
 
 
@@ -315,6 +317,13 @@ def _check_head(directory: Path, target: Any, settings: DraftSettings) -> None:
     if settings.head_layers is None:
         head.boundaries_of(target.num_hidden_layers)
     head.check_vocabulary(target.vocab_size)
+    if settings.attention_window is not None and head.block is not None:
+        _refuse_window(settings, f"a {head.kind} head has windows of its own, or none")
+
+
+def _refuse_window(settings: DraftSettings, reason: str) -> NoReturn:
+    window = settings.attention_window
+    raise ModelError(f"draft.attention_window is {window}, but {reason}: leave it out")
 
 
 def _check_mtp(target: Path, settings: DraftSettings) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from block_heads import save_tiny_block_head
 from heads import save_tiny_head
 from mtp import save_tiny_mtp_model
 from tiny_models import change_config, change_tensor
@@ -391,6 +392,18 @@ def test_a_head_of_an_unknown_kind_is_refused_before_anything_is_loaded(
     (head / "config.json").write_text(json.dumps(reported))
     with pytest.raises(ModelError, match=r"draft\.model = .*head of kind medusa"):
         prepare_pair(settings_for(models, str(head)))
+
+
+def test_a_window_of_a_draft_that_has_none_is_refused_before_anything_is_loaded(
+    models: Path, tmp_path: Path
+) -> None:
+    block = save_tiny_block_head(tmp_path / "block", models / "target", boundaries=(0, 1, 2))
+    head = save_tiny_head(tmp_path / "head", models / "target", boundaries=(0, 1, 2))
+    window = "draft.attention_window=16"
+    for draft in ("draft", str(block)):
+        with pytest.raises(ModelError, match=r"draft\.attention_window is 16, .* leave it out"):
+            prepare_pair(settings_for(models, draft, window))
+    assert prepare_pair(settings_for(models, str(head), window)).draft == head
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,10 @@ def test_how_many_gpus_share_the_target_may_be_left_open() -> None:
             ["cache.num_pages=10", "engine.max_model_len=145"],
             r"num_pages is 10.*page_size_tokens \(16\).*hold 144 tokens.* may have 145",
         ),
+        (
+            ["cache.host_gib=2", "cache.prefix_caching=false"],
+            r"cache.host_gib is 2, but .*prefix_caching is false.* set it to 0",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_with_their_values(
@@ -215,6 +219,8 @@ def test_settings_that_contradict_each_other_are_refused_with_their_values(
             "speculation.proposer=none",
         ],
         ["cache.num_pages=10", "engine.max_model_len=144"],
+        ["cache.host_gib=2"],
+        ["cache.prefix_caching=false"],
     ],
 )
 def test_settings_that_just_fit_are_taken(given: list[str]) -> None:
