@@ -123,10 +123,11 @@ def _check_draft_settings(settings: Settings, flags: Mapping[str, object]) -> No
     proposer = settings.speculation.proposer
     if not {"auto", "draft_model"}.isdisjoint(proposer):
         return
+    names = ("revision", "dtype", "quantization", "head_layers", "attention_window")
     for key, given, without in (
         ("speculation.num_speculative_tokens", settings.speculation.num_speculative_tokens, 0),
-        ("draft.attention_window", settings.draft.attention_window, None),
         ("draft.tensor_parallel", settings.draft.tensor_parallel, 1),
+        *((f"draft.{name}", getattr(settings.draft, name), None) for name in names),
     ):
         is_flag = flags.get(key) is not None
         if given not in (None, without) and (is_flag or settings.draft.model is None):

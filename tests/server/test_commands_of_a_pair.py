@@ -75,6 +75,10 @@ def test_a_k_without_a_draft_model_is_refused(
         "speculation.num_speculative_tokens=3",
         "draft.attention_window=64",
         "draft.tensor_parallel=2",
+        "draft.revision=main",
+        "draft.dtype=float32",
+        "draft.quantization=fp8",
+        "draft.head_layers=[1]",
     ],
 )
 def test_settings_of_a_draft_without_any_are_refused(command: str, setting: str) -> None:
@@ -83,7 +87,8 @@ def test_settings_of_a_draft_without_any_are_refused(command: str, setting: str)
     result = CliRunner().invoke(app, [command, *files, *given])
     assert result.exit_code == 2
     key, value = setting.split("=")
-    says = f"{key} = {value} is for a draft model alone, and speculation.proposer is none"
+    shown = {"[1]": "(1,)"}.get(value, value)
+    says = f"{key} = {shown} is for a draft model alone, and speculation.proposer is none"
     assert says in " ".join(result.output.split())
 
 
