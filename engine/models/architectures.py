@@ -41,7 +41,7 @@ def load_config(directory: str | Path, *, trust_remote_code: bool = False) -> Pr
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    _check_names(json.loads((Path(directory) / "config.json").read_text("utf-8")), config)
+    _check_expert_counts(json.loads((Path(directory) / "config.json").read_text("utf-8")), config)
     if config.model_type not in TEXT_ALONE:
         return config
     text = config.get_text_config()
@@ -52,14 +52,16 @@ def load_config(directory: str | Path, *, trust_remote_code: bool = False) -> Pr
     return text
 
 
-def _check_names(stated: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Refuse a number that has two values, by two names that transformers takes for one: which one
-    it would be depends on their order.
+def _check_expert_counts(stated: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Refuse a number of experts that has two values, by two names that transformers takes for one:
+    which one it would be depends on their order. Other numbers may: published configs have some.
     """
     text = config.get_text_config()
     if text is not config and isinstance(stated.get("text_config"), dict):
         stated = stated["text_config"]
     for name, other in text.attribute_map.items():
+        if "expert" not in name:
+            continue
         values = stated.get(name), stated.get(other)
         if all(isinstance(value, int | float) for value in values) and values[0] != values[1]:
             raise ValueError(

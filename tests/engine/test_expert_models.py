@@ -290,7 +290,7 @@ def test_experts_that_differ_from_the_config_are_refused_by_name(
         ("glm4_moe", {"num_local_experts": 9}, "num_local_experts 9 and n_routed_experts 8"),
     ],
 )
-def test_a_number_with_two_values_by_two_names_is_refused_by_name(
+def test_two_numbers_of_experts_are_refused_by_name(
     model: str, given: dict[str, int], names: str, tiny_model: Tiny, tmp_path: Path
 ) -> None:
     path = Path(shutil.copytree(tiny_model(model), tmp_path / "model"))

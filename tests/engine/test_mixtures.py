@@ -43,9 +43,10 @@ MIXTURES = {
     "16 threads, then one": Mixture(THREADS, 4, [0.75], prompt=4, fewer_threads=ONE_THREAD),
     "chat, 16 clients on a CPU": Mixture(CPU, 16, [0.7], answer=100, falls=0.05),
 }
+SEEDS = range(3)
 # Where sequences or times differ; 1.065 with long contexts if they are taken to be like the others.
 GAINS = {
-    "easy beside hard, 64 clients": 1.03,
+    "easy beside hard, 64 clients": 1.02,
     "long contexts among short, 32 clients": 1.08,
     "16 threads, then one": 1.15,
 }
@@ -64,5 +65,7 @@ def test_own_choice_is_as_good_as_the_best_fixed_k(name: str) -> None:
     changes = mixture.later or mixture.slows_down > 1.0 or mixture.fewer_threads
     if changes or mixture.rests:  # no step is like the last
         few = mixture
-    best = max(tokens_per_s(few, k) for k in range(mixture.max_k + 1))
-    assert tokens_per_s(mixture) > GAINS.get(name, 0.98) * best
+    # One seed says too little: they differ by 0.02.
+    best = max(sum(tokens_per_s(few, k, seed) for seed in SEEDS) for k in range(mixture.max_k + 1))
+    own = sum(tokens_per_s(mixture, seed=seed) for seed in SEEDS)
+    assert own > GAINS.get(name, 0.98) * best
