@@ -222,8 +222,12 @@ class Worker:
     def allocate(self, num_pages: int) -> None:
         """Allocate so many pages for layers without a window, and what the others need.
 
-        They replace the present ones. Raises ValueError if the GPU has no room.
+        They replace the present ones, and what was captured over these is dropped. Raises
+        ValueError if the GPU has no room.
         """
+        for each in (self.verifier, *self.proposer.sources):
+            for phase in each.phases:
+                phase.drop()
         try:
             counts = self.budget.of_groups(num_pages)
             if self.followers is not None:

@@ -44,6 +44,7 @@ class DraftModel(Source):
         self, draft: Network, slots: Slots, edits: LogitEdits, max_num_batched_tokens: int
     ) -> None:
         self.draws = Draws(slots, edits, draft)
+        self.phases = (self.draws.phase,)
         self._slots = slots
         self._edits = edits
         self._draft = draft

@@ -53,7 +53,7 @@ class Draws:
         self.log_odds: Tensor | None = None
         if not self.stops_early:
             self.log_odds = torch.zeros(num_slots, slots.max_drawn, device=device)
-        self._phase = Phase(self.draw, device)
+        self.phase = Phase(self.draw, device)
 
     def pack(self, slots_np: np.ndarray, offset: int, size: int) -> np.ndarray:
         """The integers of `draw` for draft `offset` of these slots, padded with dummy rows.
@@ -106,7 +106,7 @@ class Draws:
         for size in padded_sizes(self._slots.max_num_seqs):
             for kind in DRAFTING_KINDS:
                 integers_np = self.pack(NONE_NP, 0, size)
-                self._phase.capture(integers_np, (size, *kind), (logits[:size],))
+                self.phase.capture(integers_np, (size, *kind), (logits[:size],))
 
     def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
         """Dummy draws that together launch every sampling kernel."""
@@ -157,9 +157,9 @@ class Draws:
 
     def _draw_each(self, slots_np: np.ndarray, j: int, kind: Shape, logits: Tensor) -> Tensor:
         """Draw draft j in these slots. Shape: logits [N, V'] -> [N]."""
-        shape = self._phase.padded((len(slots_np), *kind))
+        shape = self.phase.padded((len(slots_np), *kind))
         integers_np = self.pack(slots_np, j, shape[0])
-        return self._phase(integers_np, shape, logits)[: len(slots_np)]
+        return self.phase(integers_np, shape, logits)[: len(slots_np)]
 
     def _edited(self, logits: Tensor, slots_np: np.ndarray, j: int) -> Tensor:
         """The logits of draft j, with the edits of the rows' requests. Shape: [N, V'].

@@ -80,6 +80,7 @@ class HeadSource(Source):
         self._drafter = drafter
         self._reads = Phase(drafter.read, slots.device)
         self._drafts = Phase(drafter.draft, slots.device)
+        self.phases = draws.phase, self._reads, self._drafts
 
     def rehearse(self, scored: Pass) -> None:
         self._read_pass(scored)

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from ..models.network import Pass
 from ..plan import Plan, Wish
 from ..request import Request
 from ..state.host_copy import uploaded
+from ..state.phase import Phase
 from ..state.slots import DraftDistributions
 from .draws import Draws
 
@@ -34,6 +36,7 @@ class Source(ABC):
 
     name: SourceName
     draws: Draws | None = None  # what it draws drafts with; None: they are one-hot
+    phases: Sequence[Phase[Any]] = ()  # of its own: their graphs read slots, or pages of the draft
     may_fail = True  # else the engine ends with it: other ranks are left in the middle of a pass
 
     def looks_up(self, request: Request) -> bool:

@@ -40,6 +40,7 @@ class Verifier:
         self._distributions = distributions
         self._phase = Phase(self._run, slots.device)
         self._edited_phase = Phase(self._run_edited, slots.device)
+        self.phases = self._phase, self._edited_phase
         most = max(1, EDITED_ROWS // (slots.max_drawn + 1))
         self._most_edited = min(most, slots.max_num_seqs)  # sequences at once
 

@@ -102,11 +102,8 @@ class Phase(Generic[Output]):
     ) -> None:
         """Capture a shape, running on the given integers, unless there is no memory for it.
 
-        Capture the largest shape first: the others share its memory. A graph of this shape is
-        dropped, whether or not there is memory for the new one: it may read tensors that are gone.
+        Capture the largest shape first: the others share its memory.
         """
-        self.captured.pop(shape, None)
-        self._ascending = sorted(self.captured)
         try:
             integers = torch.from_numpy(integers_np).to(self._device)
             pool = next((c.graph.pool() for c in self.captured.values()), None)
