@@ -23,7 +23,7 @@ from outrider.engine.models.heads.config import HeadConfig, HeadError, head_kind
 from outrider.engine.models.heads.loading import load_head
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.narrow_weight import Scaled, in_fp8
-from outrider.engine.models.weights import Dense, Linear, RoundedInputs
+from outrider.engine.models.weights import Dense, Layer, Linear, RoundedInputs, Weight
 
 
 @pytest.fixture
@@ -336,6 +336,26 @@ def test_a_window_holds_only_if_a_layer_is_said_to_have_one(
     head = save_tiny_head(tmp_path, target)
     change_config(head, sliding_window=8, **changes)
     assert window_of(HeadConfig.load(head).layers, 0) == expected
+
+
+@pytest.mark.parametrize("chain", [{"markov": "vanilla"}, {"selector": (6, 5)}])
+def test_a_head_names_every_layer_that_it_changes(
+    chain: dict[str, Any], target: Path, tmp_path: Path
+) -> None:
+    config = ModelConfig(path=str(target), dtype="float32")
+    path = save_tiny_block_head(tmp_path / "head", target, **chain)
+    head = load_head(replace(config, path=str(path)), load_network(config, DEVICE), config.path)
+    assert isinstance(head, BlockHead)
+    assert head.chain is not None
+    named, changed = head.linears, []
+
+    def unchanged(layer: Layer[Weight]) -> Layer[Weight]:
+        changed.append(layer)
+        return layer
+
+    head.change_linears(unchanged)
+    parts = [layer.kv for layer in head.context]  # of layers that are named
+    assert list(map(id, changed)) == list(map(id, [*named, *parts]))
 
 
 def test_a_head_can_be_rounded_to_fp8(target: Path, tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ class Head(Stack):
 
     @property
     def linears(self) -> list[Layer[Weight]]:
-        return [*super().linears, self.fc]
+        of_chain = self.chain.linears.values() if self.chain else ()
+        return [*super().linears, self.fc, *of_chain]
 
     def change_linears(self, change: Change) -> None:
         super().change_linears(change)
