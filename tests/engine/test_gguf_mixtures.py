@@ -126,6 +126,9 @@ def test_an_mtp_head_in_the_file_drafts_what_its_codes_mean(
     assert "not read" not in caplog.text
     with pytest.raises(HeadError, match="its files hold no MTP head"):
         mtp_names(save(tmp_path / "none", "qwen3_5_text"))
+    (path / "model.gguf").write_bytes(b"no GGUF file")
+    with pytest.raises(HeadError, match="no GGUF file"):
+        mtp_names(path)
 
 
 @pytest.mark.parametrize(

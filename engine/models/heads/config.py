@@ -8,12 +8,13 @@ names of its tensors.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...config import ConfigError, ModelConfig
-from ..weight_files import GGUF, WeightFileError, holds_gguf, name_in_text, stored_tensors
+from ..weight_files import GGUF, holds_gguf, name_in_text, stored_tensors
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -317,10 +318,15 @@ def _size(own: dict[str, Any], key: str, most: int | None = None) -> int:
 
 
 def mtp_names(folder: Path) -> MtpNames:
-    """The names of the MTP head in a model directory; raises HeadError if it holds none that is
-    known here.
+    """The names of the MTP head in a model directory.
+
+    Raises HeadError if it holds none that is known here, or if its files are damaged.
     """
-    config = json.loads((folder / "config.json").read_text())
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        names = _stored_names(folder)
+    except (OSError, ValueError) as error:
+        raise HeadError(str(error)) from None
     model_type = config.get("model_type")
     if model_type not in MTP_HEADS:
         known = ", ".join(MTP_HEADS)
@@ -332,21 +338,21 @@ def mtp_names(folder: Path) -> MtpNames:
             raise HeadError(f"its MTP head has {num_layers} layers; one is read here")
     found = MTP_HEADS[model_type].behind(config.get("num_hidden_layers"))
     name = f"{found.projection}.weight"
-    try:
-        if holds_gguf(folder):
-            from ..gguf_file import GgufFile  # imports torch: seconds
-
-            has_head = any(
-                each.endswith(_GGUF_PROJECTION) for each in GgufFile(folder / GGUF).entries
-            )
-            names = {name} if has_head else set()
-        else:
-            names = set(map(name_in_text, stored_tensors(folder)))
-    except WeightFileError as error:
-        raise HeadError(str(error)) from None
-    if name not in names:
+    if not any(each == name or each.endswith(_GGUF_PROJECTION) for each in names):
         raise HeadError(
             f"its files hold no MTP head ({name}), which quantised and fine-tuned checkpoints "
             "often leave out"
         )
     return found
+
+
+def _stored_names(folder: Path) -> Iterable[str]:
+    """The names of its tensors; those of a GGUF file as they are there.
+
+    Raises ValueError if a file is damaged.
+    """
+    if holds_gguf(folder):
+        from ..gguf_file import GgufFile  # imports torch: seconds
+
+        return GgufFile(folder / GGUF).entries
+    return map(name_in_text, stored_tensors(folder))
