@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from serving import Serving, serving
 
-from outrider.server.config.settings import DEFAULT_DRAFT
+from outrider.server.config.pair_settings import DEFAULT_DRAFT
 
 PROMPT = "Once upon a time there was a small server that"
 CONCURRENCY = 32

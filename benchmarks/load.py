@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from serving import Serving, serving
 
-from outrider.server.config.settings import DEFAULT_DRAFT
+from outrider.server.config.pair_settings import DEFAULT_DRAFT
 
 WORDS = ["the", "quick", "brown", "fox", "naïve", "🙂", "clients", "wait", "for", "tokens"]
 SETTLE_S = 60.0  # for what is under way to end once the clients have gone

@@ -225,9 +225,9 @@ class Worker:
         They replace the present ones, and what was captured over these is dropped. Raises
         ValueError if the GPU has no room.
         """
-        for each in (self.verifier, *self.proposer.sources):
-            for phase in each.phases:
-                phase.drop()
+        of_sources = (phase for source in self.proposer.sources for phase in source.phases)
+        for phase in (*self.verifier.phases, *of_sources):
+            phase.drop()
         try:
             counts = self.budget.of_groups(num_pages)
             if self.followers is not None:

@@ -172,7 +172,8 @@ class ModelPair:
     def bind(self, num_pages: Sequence[int], slots: Slots) -> None:
         """Give both models these slots and a new KV cache of so many pages in each group.
 
-        Frees the old cache and the graphs of their passes first. Raises torch.OutOfMemoryError if there is no room.
+        Frees the old cache and the graphs of their passes first. Raises torch.OutOfMemoryError if
+        there is no room.
         """
         for model in (self.target, self.draft):
             if model is not None:

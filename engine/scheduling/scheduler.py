@@ -47,7 +47,7 @@ class Scheduler:
         num_seqs, of_each = len(running) + len(seatable), self._sequences.max_drawn + 1
         self._spare_rows = self._sequences.max_verified - num_seqs * of_each
         if seatable and not self._fits(seatable[0]):
-            seatable = []  # it may wait for long, and holds up those behind it
+            seatable = []  # no rows are left to them: it may wait for long, and they behind it
         plan.num_decoding = len(decoding)
         drafting.choose_k(decoding, prefilling + seatable)
         plan.is_trial = self._sequences.adaptive is not None and self._sequences.adaptive.is_trial
@@ -70,7 +70,7 @@ class Scheduler:
                 break
             if self._should_wait(request, prefilling, plan):
                 continue
-            if not self._fits(request):
+            if not self._fits(request):  # beside what the running ones have just been given
                 break
             # If nobody else runs, the device may wait for the copies: meanwhile the host seats the
             # sequence and launches its step.

@@ -24,8 +24,8 @@ from ..base.held import json_bytes
 from ..base.off_loop import MANY_CHARS, off_loop
 from ..base.request_key import request_key
 from ..base.unknown_fields import Body, check_unknown_fields
+from ..config.pair_settings import ALSO_CALLED
 from ..config.server_settings import ServerSettings
-from ..config.settings import ALSO_CALLED
 from ..grammar.structured_outputs import GrammarChecker
 from ..observe.metrics import Metrics
 from ..text.fill_in_the_middle import FillInTheMiddle

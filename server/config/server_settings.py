@@ -4,16 +4,19 @@ import ssl
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from outrider.engine.api import MAX_LOGPROBS
 
-# However the server is set.
+from .section import SettingsSection
+
+# However the server is set. Of biases and bad words the engine has no room for more, with what
+# else goes into the same tables.
 MAX_PROMPTS = 65_536
 MAX_STOP_STRINGS = 256
 MAX_STOP_TOKEN_IDS = 1024
-MAX_LOGIT_BIASES = 2**17
-MAX_BAD_WORDS = 1024
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 128
 ANY_NAME = "*"  # as a served_model_name
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
@@ -38,10 +41,6 @@ ToolCallFormat = Literal[
 
 def _one_or_several(value: object) -> object:
     return (value,) if isinstance(value, str) else value
-
-
-class SettingsSection(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ServerSettings(SettingsSection):

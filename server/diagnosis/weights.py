@@ -13,7 +13,8 @@ from outrider.engine.models.weight_files import holds_gguf
 from outrider.engine.ranks.choice import pair_weights
 from outrider.engine.ranks.fit import Weights
 
-from ..config.settings import MTP, DraftSettings, Settings
+from ..config.pair_settings import MTP, DraftSettings
+from ..config.settings import Settings
 from ..models.choice import choose, with_proposer
 from ..models.pair import model_config, text_config
 from ..models.resolve import find, is_hub_id

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from outrider.engine.api import ReportProgress, ignore_progress
 
-from ..config.settings import DEFAULT_DRAFT, DEFAULT_TARGET
+from ..config.pair_settings import DEFAULT_DRAFT, DEFAULT_TARGET
 from . import store, wheel
 from .convert import TOKENIZER_FILES, gguf_to_directory
 

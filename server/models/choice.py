@@ -12,7 +12,8 @@ from outrider.engine.models.weight_files import (
     stored_tensors,
 )
 
-from ..config.settings import DEFAULT_K, Settings
+from ..config.pair_settings import DEFAULT_K
+from ..config.settings import Settings
 from .known_drafts import Target, known_draft, known_drafts_of
 from .store import ModelError, read_json
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from outrider.engine.ranks.fit import Weights
 
-from ..config.settings import DEFAULT_DRAFT, DEFAULT_K, DEFAULT_TARGET, MTP
+from ..config.pair_settings import DEFAULT_DRAFT, DEFAULT_K, DEFAULT_TARGET, MTP
 
 # A draft larger than this share of its target costs more than its drafts gain.
 MAX_SHARE = 1 / 3

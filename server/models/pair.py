@@ -26,7 +26,8 @@ from outrider.engine.models.heads.config import (
     mtp_names,
 )
 
-from ..config.settings import MTP, DraftSettings, Settings, TargetSettings
+from ..config.pair_settings import MTP, DraftSettings, TargetSettings
+from ..config.settings import Settings
 from ..text.chat_template import read_template
 from ..text.tokenizer import Tokenizer, TokenizerData
 from .choice import choose, instead_of, target_of, with_lookup_alone, with_proposer

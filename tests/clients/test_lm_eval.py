@@ -11,7 +11,7 @@ from running_server import RunningServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.engine.api import ignore_progress
-from outrider.server.config.settings import DEFAULT_TARGET
+from outrider.server.config.pair_settings import DEFAULT_TARGET
 from outrider.server.models.builtin import BUILTINS, obtain
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]

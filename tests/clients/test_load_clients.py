@@ -8,7 +8,7 @@ import pytest
 from running_server import RunningServer
 
 from outrider.engine.api import ignore_progress
-from outrider.server.config.settings import DEFAULT_TARGET
+from outrider.server.config.pair_settings import DEFAULT_TARGET
 from outrider.server.models.builtin import BUILTINS, obtain
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from outrider.engine.api import ignore_progress
 from outrider.engine.engine import Engine
 from outrider.engine.models.decoder import Decoder
-from outrider.server.config.settings import DEFAULT_DRAFT, DEFAULT_TARGET
+from outrider.server.config.pair_settings import DEFAULT_DRAFT, DEFAULT_TARGET
 from outrider.server.models.builtin import BUILTINS, obtain
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]

@@ -10,7 +10,8 @@ from tiny_pairs import save_tiny_model_with_tokenizer, write_tiny_gguf
 from typer.testing import CliRunner, Result
 
 from outrider.server.cli import app
-from outrider.server.config.settings import DEFAULT_DRAFT, Settings
+from outrider.server.config.pair_settings import DEFAULT_DRAFT
+from outrider.server.config.settings import Settings
 from outrider.server.config.settings_loader import load_settings, setting_keys
 
 

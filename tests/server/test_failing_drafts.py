@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from outrider.engine.config import ConfigError
 from outrider.engine.engine import Engine
-from outrider.server.config.settings import MTP
+from outrider.server.config.pair_settings import MTP
 from outrider.server.config.settings_loader import load_settings
 from outrider.server.models import known_drafts
 from outrider.server.models.known_drafts import KnownDraft

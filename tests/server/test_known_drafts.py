@@ -13,7 +13,8 @@ from tiny_pairs import save_tiny_model_with_few_tokens, save_tiny_model_with_tok
 from transformers import AutoTokenizer
 
 from outrider.engine.api import ignore_progress
-from outrider.server.config.settings import DEFAULT_DRAFT, DEFAULT_TARGET, MTP, Settings
+from outrider.server.config.pair_settings import DEFAULT_DRAFT, DEFAULT_TARGET, MTP
+from outrider.server.config.settings import Settings
 from outrider.server.config.settings_loader import load_settings
 from outrider.server.models import builtin, hub, known_drafts
 from outrider.server.models.builtin import BUILTINS, obtain

@@ -6,8 +6,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from outrider.engine.logit_edits import bad_words, token_bias
 from outrider.server.cli import app
 from outrider.server.config.flags import flag_names
+from outrider.server.config.server_settings import MAX_BAD_WORDS, MAX_LOGIT_BIASES
 from outrider.server.config.settings import Settings
 from outrider.server.config.settings_loader import SettingsError, load_settings, setting_keys
 
@@ -225,6 +227,11 @@ def test_settings_that_contradict_each_other_are_refused_with_their_values(
 )
 def test_settings_that_just_fit_are_taken(given: list[str]) -> None:
     load_settings(assignments=given, environ={})
+
+
+def test_no_list_may_be_longer_than_the_engine_has_room_for() -> None:
+    assert MAX_LOGIT_BIASES + 256 <= token_bias.MAX_ENTRIES  # 256 that end an answer
+    assert 2 * MAX_BAD_WORDS <= bad_words.MAX_WORDS  # with and without a space in front
 
 
 def test_settings_are_frozen() -> None:
