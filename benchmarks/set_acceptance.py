@@ -91,7 +91,8 @@ def _drafts_kernel(
     COLUMNS: tl.constexpr,
 ):
     """What verification overwrites. One launch, and one after it for the verdict, so that they add
-    next to nothing to the time of a step."""
+    next to nothing to the time of a step.
+    """
     i = tl.program_id(0)
     slot = tl.load(slot_ptr + i).to(tl.int64)
     anchor = tl.load(num_tokens_ptr + slot)

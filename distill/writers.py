@@ -24,7 +24,8 @@ _LEAST_MEMORY_A_WRITER = 8  # times the weights, of which each writer has its ow
 
 class Ledger:
     """Hands out shards to writers in several processes, until there is enough text or time is
-    up."""
+    up.
+    """
 
     def __init__(
         self, folder: Path, num_tokens: int | None, until_s: float | None, *, shared: bool

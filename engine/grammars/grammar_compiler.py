@@ -65,7 +65,8 @@ class GrammarCompiler:
         self, syntax: Syntax, text: str, timeout_s: float, salt: str = ""
     ) -> "Future[Verdict]":
         """Whether a grammar can be compiled. The future fails with OSError if no process starts, or
-        if it was ended from outside."""
+        if it was ended from outside.
+        """
         return self._run(lambda: self._check(salt, syntax, text, timeout_s))
 
     def _check(self, salt: str, syntax: Syntax, text: str, timeout_s: float) -> Verdict:

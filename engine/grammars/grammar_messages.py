@@ -40,7 +40,8 @@ class Verdict(msgspec.Struct, array_like=True):
 
 class Question(msgspec.Struct, array_like=True):
     """Advance by the newly known tokens. Then: which tokens may follow these drafts? Or, if `fits`,
-    how many of these drafts are allowed?"""
+    how many of these drafts are allowed?
+    """
 
     sequence: int
     known: list[int]
@@ -57,7 +58,8 @@ class Questions(msgspec.Struct, array_like=True):
 
 class GrammarAnswer(msgspec.Struct, array_like=True):
     """If the grammar fails after the drafts, the mask has no bit set. `error` is set if it failed
-    after the known tokens already, `is_over` if the text had ended before."""
+    after the known tokens already, `is_over` if the text had ended before.
+    """
 
     mask: bytes = b""
     num_fitting: int = 0

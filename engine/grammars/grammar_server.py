@@ -96,7 +96,8 @@ class _Sequence:
 
     def behind(self, drafts: list[int]) -> _Position:
         """The position after these drafts. It is a copy: the drafts may be rejected, so a failure
-        after them must not fail the sequence. A step must first ask with no drafts."""
+        after them must not fail the sequence. A step must first ask with no drafts.
+        """
         if not drafts:
             self._ahead = None
         if self.position.is_over or not drafts:
@@ -143,7 +144,8 @@ class _Follower:
 
     def _renew(self) -> bool:
         """Compile again if the automaton is full. All sequences share it and add to it, also those
-        that have ended, and also by drafts that were rejected."""
+        that have ended, and also by drafts that were rejected.
+        """
         probe = self._start.deep_copy()
         self._masks([probe])
         if not probe.is_error():

@@ -100,7 +100,8 @@ class Restarts:
 
     def delay_s(self, ready_s: float) -> float | None:
         """How long to wait after the death of a child that was ready for `ready_s`; None if it
-        keeps dying, so that starting it again is useless."""
+        keeps dying, so that starting it again is useless.
+        """
         self._deaths_in_a_row = 1 if ready_s >= HEALTHY_S else self._deaths_in_a_row + 1
         if self._deaths_in_a_row > len(RESTART_DELAYS_S):
             return None

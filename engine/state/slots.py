@@ -153,7 +153,8 @@ class Slots:
 
     def write_drafts(self, drafts: list[tuple[Request, list[int]]]) -> None:
         """Copy drafts from the host into the requests' rows, after the tokens that the device
-        knows."""
+        knows.
+        """
         entries = [
             (request.slot, offset, token_id)
             for request, token_ids in drafts

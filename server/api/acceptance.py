@@ -35,7 +35,8 @@ def speculation_metrics(
     each: Sequence[AcceptanceCounts], num_speculative_tokens: int
 ) -> SpeculationMetrics:
     """How the drafts of these sequences fared, in vLLM's terms; zeros if there were none, and a
-    length of 1, as of plain decoding."""
+    length of 1, as of plain decoding.
+    """
     steps_by_accepted = sum((one.steps_by_accepted for one in each), Counter[int]())
     num_steps = steps_by_accepted.total()
     num_drafted = sum(one.num_draft_tokens for one in each)

@@ -130,7 +130,8 @@ class Answer(ABC):
     @property
     def _metrics(self) -> RequestMetrics | None:
         """Times, and how many drafts were accepted, as far as asked for; None if there is nothing
-        to report."""
+        to report.
+        """
         reported: dict[str, Any] = {}
         times = self._generation.times if self._generation is not None else None
         if self._include_times and times is not None:
@@ -156,7 +157,8 @@ class Answer(ABC):
 
     def _with_trace(self, delta: Delta, events: Iterable[Event]) -> list[Event]:
         """The events of a delta, the last of them with the steps that brought it, and those before
-        that brought no event."""
+        that brought no event.
+        """
         self._steps += self._trace(delta)
         reported = list(events)
         if reported:

@@ -56,7 +56,8 @@ class ChoicesAnswer(Answer):
     @abstractmethod
     def _choices(self, delta: Delta, *, first: bool) -> Sequence[APIResponse]:
         """One choice, or what a stream adds to it, chunk by chunk; `first` if nothing of it was
-        sent before."""
+        sent before.
+        """
 
     @abstractmethod
     def _nothing(self, index: int) -> APIResponse:

@@ -1,5 +1,6 @@
 """POST /api/chat and /api/generate, and what Ollama's clients ask before: for desktop clients that
-speak only this API."""
+speak only this API.
+"""
 
 import datetime
 import hashlib
@@ -56,7 +57,8 @@ async def create_generation(
     service: Service, body: OllamaGenerateRequest, http: Request
 ) -> Answer | JSONResponse:
     """The answer to a prompt in the model's chat template or, if `raw` or with a suffix, its
-    continuation; raises APIError."""
+    continuation; raises APIError.
+    """
     await _check(service, body, http)
     if body.only_loads:
         return _loaded(service, response="")

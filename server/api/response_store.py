@@ -39,7 +39,8 @@ class Running(Protocol):
 
 class ResponseStore:
     """The most recently used responses, up to a number of bytes, in the memory of this process; and
-    those that are running in the background."""
+    those that are running in the background.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

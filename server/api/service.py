@@ -98,7 +98,8 @@ class Service:
 
     async def check_request(self, fields: ChoiceFields, http: Request, *, num_prompts: int) -> None:
         """Refuse what can be refused before there are prompts, and fill in the server's defaults;
-        raises APIError."""
+        raises APIError.
+        """
         await self.check_fields(fields, http)
         if fields.priority and not self._may_set_priority(http):
             raise forbidden(

@@ -53,7 +53,8 @@ async def earlier_items(
 
 class Keeper:
     """Keeps a response once it is done. Until then its conversation is JSON: as objects it may
-    take 25 times as much."""
+    take 25 times as much.
+    """
 
     def __init__(
         self,
@@ -97,7 +98,8 @@ def _joined(first: bytes, then: bytes) -> bytes:
 
 def stored_response(store: ResponseStore, response_id: str, http: Request) -> Response:
     """The response, also one that is not done yet; raises APIError if there is none, or if it
-    belongs to another key."""
+    belongs to another key.
+    """
     if http.query_params.get("stream", "false") != "false":
         raise unsupported("stream", "Stored responses are not streamed: leave stream out.")
     running = store.get_running(response_id, request_key(http))
@@ -107,7 +109,8 @@ def stored_response(store: ResponseStore, response_id: str, http: Request) -> Re
 
 async def cancel_response(store: ResponseStore, response_id: str, http: Request) -> Response:
     """End a response in the background; one that has ended already stays as it is. Raises APIError
-    like `stored_response`, and for one that was not made in the background."""
+    like `stored_response`, and for one that was not made in the background.
+    """
     if (running := store.get_running(response_id, request_key(http))) is not None:
         await running.cancel()
     stored = _kept(store, response_id, http)
@@ -128,7 +131,8 @@ def stored_input_items(
     after: str | None,
 ) -> Response:
     """Up to `limit` items of the request, those that follow the item with the id `after`, as they
-    are stored; raises APIError like `stored_response`."""
+    are stored; raises APIError like `stored_response`.
+    """
     items = _kept(store, response_id, http).input_items
     if order == "desc":
         items = items[::-1]

@@ -97,7 +97,8 @@ async def detokenize(service: Service, body: DetokenizeRequest, http: Request) -
 
 async def _written(num_tokens: int, write: Callable[[], bytes]) -> Response:
     """The answer that `write` makes, off the event loop, because a body may hold millions of
-    tokens, and one after the other if there are many."""
+    tokens, and one after the other if there are many.
+    """
     return Response(await off_loop(num_tokens, write, threshold=0), media_type="application/json")
 
 

@@ -230,7 +230,8 @@ def from_exception(error: BaseException) -> APIError:
 
 def response_to(error: Exception, scope: Scope) -> JSONResponse:
     """The answer to an exception. One that is not EXPECTED must be raised again: then uvicorn logs
-    it and closes the connection."""
+    it and closes the connection.
+    """
     response = from_exception(error).response(scope)
     if not isinstance(error, EXPECTED):
         response.headers["Connection"] = "close"

@@ -24,7 +24,8 @@ async def off_loop(
     length: int, work: Callable[[*Ts], T], *args: *Ts, threshold: int = MANY_BYTES
 ) -> T:
     """What `work` returns, which reads about so many bytes of JSON, or characters; in a thread if
-    they reach the threshold, and in turn if they are very many."""
+    they reach the threshold, and in turn if they are very many.
+    """
     if length < threshold:
         return work(*args)
     if length < _LARGE_LENGTH:

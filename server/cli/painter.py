@@ -15,7 +15,8 @@ STYLES = {
 
 class Painter:
     """Takes the chunks of one answer, and returns its text in pieces, each with its kind, which it
-    finds in the traces of the chunks."""
+    finds in the traces of the chunks.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

@@ -65,7 +65,8 @@ def serve(settings: Settings) -> int:
 
 def prepare_for_clients(settings: ServerSettings) -> None:
     """Check keys and certificate, which each process reads for itself, warn of what is open to
-    everybody, and allow enough files for all connections. Raises OSError."""
+    everybody, and allow enough files for all connections. Raises OSError.
+    """
     keys = settings.read_api_keys()
     settings.check_certificate()
     if not keys and settings.uds is None and not is_loopback(settings.host):

@@ -58,7 +58,8 @@ _NO_SCHEMAS = {"const", "enum", "default", "examples"}
 
 def _accepted(schema: Any) -> Any:
     """The schema without keywords that llguidance refuses although they have no effect, and with
-    integers for counts that are written as floats."""
+    integers for counts that are written as floats.
+    """
     if isinstance(schema, list):
         return list(map(_accepted, schema))
     if not isinstance(schema, dict):
@@ -96,7 +97,8 @@ def lark_of_schema(schema: dict[str, Any]) -> GrammarText:
 
 def _lark_of_choices(choices: list[str]) -> str:
     """One terminal for all choices, because a parser considers only some thousands of rules; a
-    terminal may not be empty."""
+    terminal may not be empty.
+    """
     words = " | ".join(json.dumps(choice) for choice in choices if choice)
     if not words:
         return 'start: ""'
@@ -143,7 +145,8 @@ class NamedSchema(APIRequest):
 
 class ResponseFormat(APIRequest):
     """OpenAI's spelling, and llama.cpp's: a schema beside json_object. A schema is followed,
-    `strict` or not."""
+    `strict` or not.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -166,7 +169,8 @@ class ResponseFormat(APIRequest):
 
 class GrammarChecker:
     """Has grammars compiled before the engine gets them. Wrong or huge ones are refused, naming the
-    field; the others are returned as Lark. No grammar is parsed in this process."""
+    field; the others are returned as Lark. No grammar is parsed in this process.
+    """
 
     def __init__(
         self, compiler: GrammarCompiler | None, *, max_bytes: int, timeout_s: float
@@ -189,7 +193,8 @@ class GrammarChecker:
         within: Within | None = None,
     ) -> str | None:
         """The grammar of an answer; raises APIError that names the field. `salt` and `within` as in
-        `check`; `num_bytes`: of the JSON that they come from."""
+        `check`; `num_bytes`: of the JSON that they come from.
+        """
         text: GrammarText | None = None
         if response_format is not None:
             text = await off_loop(num_bytes, response_format.grammar_text, threshold=MANY_CHARS)
@@ -207,7 +212,8 @@ class GrammarChecker:
     ) -> str:
         """The grammar as Lark; raises APIError unless the engine can follow it. `param` is the
         field that it comes from. Only requests with the same salt find what others compiled.
-        `within` makes a larger grammar of it."""
+        `within` makes a larger grammar of it.
+        """
         if within is not None and grammar.syntax == "lark":
             return await self.check(param, within(grammar.text), salt)
         if within is not None:

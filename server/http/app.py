@@ -305,7 +305,8 @@ def _status_routes(service: Service, gate: Gate, pair: Settings) -> APIRouter:
     @router.get("/health", response_model=Health, responses={503: {"model": Health}})
     async def health(request: Request) -> JSONResponse:
         """200 while requests are served; else 503 with the state, and to those who may ask the
-        model also its reason."""
+        model also its reason.
+        """
         if not gate.open:
             return JSONResponse({"status": "draining"}, 503)
         if client.state == "ready":

@@ -11,7 +11,8 @@ from ..base.held import Held, HeldBudget
 
 class Bodies:
     """Refuse bodies above a size, by their declared length or while reading them, bodies that do
-    not arrive in time, and those for which there is no room beside the others."""
+    not arrive in time, and those for which there is no room beside the others.
+    """
 
     def __init__(
         self, app: ASGIApp, *, max_body_bytes: int, max_bytes: int, timeout_s: float | None

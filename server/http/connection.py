@@ -112,7 +112,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def _decline_upgrade(self, rest: bytes) -> None:
         """Read the head again without the offer: the parser has taken what follows it for bytes of
-        the other protocol."""
+        the other protocol.
+        """
         version = self.scope["http_version"].encode()
         head = [self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n"]
         head += (b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade")
@@ -184,7 +185,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def _sending(self, cycle: RequestResponseCycle, send: Send) -> Send:
         """Send an answer. To a client of HTTP/1.0, which knows no chunks, an answer of unknown
-        length ends with the connection."""
+        length ends with the connection.
+        """
         ends_with_connection = False
 
         async def send_framed(message: Message) -> None:
@@ -222,7 +224,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def sweep(self, now_s: float) -> None:
         """Close the connection if its client is late with a request, or abort it if the client
-        does not read its answer."""
+        does not read its answer.
+        """
         if self._deadline_s is not None and now_s >= self._deadline_s:
             self.transport.close()  # sends what is left first
         self._note_unsent(self.transport.get_write_buffer_size())
@@ -242,7 +245,8 @@ class HttpConnection(HttpToolsProtocol):
     def _close_the_slowest(self) -> None:
         """Abort those that have not read MIN_READ_BYTES for the longest, and of such as are equal
         those that have the most to read, until the rest is within the budget. One may be beyond it
-        alone: answers have a limit of their own."""
+        alone: answers have a limit of their own.
+        """
         late: list[HttpConnection] = []
         for other in self.connections:
             assert isinstance(other, HttpConnection)
@@ -257,7 +261,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def _make_room(self) -> None:
         """Close the idle connection that is nearest to its deadline. If all are busy, this one is
-        refused once its head is there: a probe for liveness must not find a busy server dead."""
+        refused once its head is there: a probe for liveness must not find a busy server dead.
+        """
         idle = [
             (other._deadline_s, id(other), other)
             for other in self.connections - {self}

@@ -32,7 +32,8 @@ def bind(
 def _show_what_clients_read(listener: socket.socket) -> None:
     """Have the kernel hold little of an answer that the client has no room for. It may hold
     megabytes, and ask for more only once a third of them is gone: `server.send_timeout_s` and
-    `server.max_unsent_bytes` would not see what a slow client reads, or has yet to read."""
+    `server.max_unsent_bytes` would not see what a slow client reads, or has yet to read.
+    """
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # connections inherit it
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MIN_READ_BYTES)
 

@@ -154,7 +154,8 @@ def _begin(stop: str, text: str, start: int, *, may_end: bool) -> int:
 
 def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> tuple[list[int], int]:
     """The fewest last tokens of the prompt that end in a whole character, none if none do; and how
-    many characters their text has."""
+    many characters their text has.
+    """
     context: list[int] = []
     for token_id in reversed(prompt_token_ids[-MAX_CONTEXT_TOKENS:]):
         if token_id not in tokenizer.special_ids:

@@ -1,5 +1,6 @@
 """How the served model marks reasoning and calls: according to its response template, or as its
-chat template shows."""
+chat template shows.
+"""
 
 import uuid
 from collections.abc import Callable, Collection
@@ -109,7 +110,8 @@ class MessageFormat:
 
     def has_begun_reasoning(self, prompt: str, continued: str = "") -> bool:
         """Whether the answer begins within a thought: one that the prompt opens at its end, or one
-        that is open in the turn which the answer continues."""
+        that is open in the turn which the answer continues.
+        """
         begin, end = self._thoughts.open, self._thoughts.close
         opens = prompt[-_MAX_OPENING_CHARS:].rstrip().endswith(begin.rstrip())
         is_open = continued.rfind(begin) > continued.rfind(end)

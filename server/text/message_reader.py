@@ -61,7 +61,8 @@ class MessageReader:
 
     def num_reasoning(self, offsets: Iterable[int]) -> int:
         """How many tokens of reasoning there are so far, including new tokens whose texts begin at
-        these offsets."""
+        these offsets.
+        """
         if self._parser is None:
             return 0
         self._offsets += offsets

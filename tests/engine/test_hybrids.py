@@ -1,7 +1,8 @@
 """Targets of which most layers keep a state in place of KV, which cannot go back: Qwen3.5 and
 its mixtures, Nemotron 3, and Granite 4.
 
-test_random_comparison.py has one among its kinds: any mixture of sequences, to the bit."""
+test_random_comparison.py has one among its kinds: any mixture of sequences, to the bit.
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -396,7 +396,8 @@ def test_steps_without_drafts_call_no_source(
     tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside a small model the host's time decides, so plain steps must take what they take where
-    nothing drafts."""
+    nothing drafts.
+    """
     target = tiny_model("llama", seed=0)
     draft = tiny_model("llama", seed=1)
     sources = ("prediction", "grammar", "suffix", "draft_model")

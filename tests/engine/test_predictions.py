@@ -185,7 +185,8 @@ def test_a_right_prediction_is_accepted_whole(
 @pytest.mark.parametrize("lag", [0, 1])
 def test_the_draft_model_goes_on_behind_a_prediction(tiny_model: Tiny, lag: int) -> None:
     """It has not computed what was predicted, and reads it before it drafts: the target's own
-    drafts are all accepted."""
+    drafts are all accepted.
+    """
     target = tiny_model("llama", seed=0)
     engine = Engine(engine_config(target, target, k=K))
     engine.scheduler.lag = lag

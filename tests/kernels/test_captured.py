@@ -88,7 +88,8 @@ def test_graph_follows_a_batch_that_changes() -> None:
 
 def test_thousands_of_replays_leave_nothing_behind() -> None:
     """Batches come in any order, without a wait between them: lists, counters and early starts of
-    one replay must not show in another."""
+    one replay must not show in another.
+    """
     captured = Captured()
     rng = random.Random(0)
     batches, expected = [], []

@@ -227,7 +227,8 @@ def test_no_masked_token_is_drawn_behind_the_good_one(
     rule: Rule, dtype: torch.dtype, filters: dict[str, float], road: str
 ) -> None:
     """Whole blocks of finfo.min, as models and processors mask, at temperatures down to the least
-    that is not greedy. Even the least and the greatest word must choose the good token."""
+    that is not greedy. Even the least and the greatest word must choose the good token.
+    """
     target = torch.full((4, 1100), torch.finfo(dtype).min, dtype=dtype)
     target[:, 3] = 1.0
     words = torch.zeros(2, 3, 4, dtype=torch.int64)

@@ -1,5 +1,6 @@
 """Rows and pages further apart than int32 reaches: on a GPU more than 2**31 elements, few of them
-ever touched. The interpreter's integers do not wrap; there the distances are short."""
+ever touched. The interpreter's integers do not wrap; there the distances are short.
+"""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
 """Random, extreme and impossible parameters over the real engine: a valid answer, or a 400 that
-names the field. TEST_EXAMPLES=2000 asks that many."""
+names the field. TEST_EXAMPLES=2000 asks that many.
+"""
 
 import asyncio
 import json
