@@ -19,7 +19,7 @@ from .lookup import Found
 MOST_ALIKE = 32  # tokens that are compared to see how sure a place is
 MOST_PLACES = 16  # that a lookup compares, the latest first
 ANSWER_MIN_TOKENS = 4  # that must agree with an answer to another request
-STEP_TOKENS = 512  # of answers, that a step enters
+ENTERED_TOKENS = 512  # of answers, in a step
 BACKLOG_STEPS = 64  # in which it would enter all that waits, where that is more
 MOST_WAITING = 1 << 18  # tokens of answers that are still to be entered
 MOST_SALTS = 4096  # whose answers are found
@@ -328,7 +328,7 @@ class RecentAnswers:
 
         Salts take turns, so that whoever sends much keeps no other's answers waiting.
         """
-        num_left = max(STEP_TOKENS, self._num_waiting // BACKLOG_STEPS)
+        num_left = max(ENTERED_TOKENS, self._num_waiting // BACKLOG_STEPS)
         while num_left > 0 and self.is_behind:
             entered = self._begun or self._take(next(iter(self._waiting)))
             salt, token_ids, first = entered

@@ -12,7 +12,7 @@ from ..plan import Plan, ScheduledRequest
 from ..state.host_copy import on_host, uploaded
 from ..state.ragged import ragged_arange
 
-ROWS_AT_ONCE = 64  # bounds the temporary memory
+_ROWS_AT_ONCE = 64  # bounds the temporary memory
 
 
 def score_prompts(plan: Plan, logits: Tensor, num_logits_np: np.ndarray, vocab_size: int) -> Tensor:
@@ -110,7 +110,9 @@ def gather(logits: Tensor, token_ids: Tensor, num_top: int) -> list[Tensor]:
     """Logprobs and rank of one token in each row. Shape: [N, V], [N]."""
     gathered = [
         (*gather_logprobs(rows, ids, num_top, rows.shape[1]), _ranks(rows, ids))
-        for rows, ids in zip(logits.split(ROWS_AT_ONCE), token_ids.split(ROWS_AT_ONCE), strict=True)
+        for rows, ids in zip(
+            logits.split(_ROWS_AT_ONCE), token_ids.split(_ROWS_AT_ONCE), strict=True
+        )
     ]
     return [torch.cat(pieces) for pieces in zip(*gathered, strict=True)]
 

@@ -22,7 +22,7 @@ from ..state.slots import DraftDistributions, Slots
 from .logprobs import to_entries, with_named
 
 # Of the logits whose logprobs are gathered: bounds the memory of their copies.
-ROWS_AT_ONCE = 512
+GATHERED_ROWS = 512
 # Rows of sequences with all the drafts of a model that are edited at once: with more, graphs would
 # keep more memory, and it would hardly be faster.
 EDITED_ROWS = 128
@@ -65,7 +65,7 @@ class Verifier:
         self._rehearse_edited(logits)
         row = torch.arange(len(logits), device=logits.device)
         num_top = min(MAX_LOGPROBS, self._slots.vocab_size)
-        for some in row.split(ROWS_AT_ONCE):
+        for some in row.split(GATHERED_ROWS):
             gather_logprobs(logits[some], 0 * some, num_top, self._slots.vocab_size)
 
     def _rehearse(self, logits: Tensor) -> None:
@@ -353,5 +353,5 @@ class Verifier:
             best = gather_logprobs(asked, token_ids, num_top, self._slots.vocab_size)
             return with_named(best, asked, token_ids, named, seq) if any(named) else best
 
-        pieces = uploaded(np.stack(asking), drawn.device).split(ROWS_AT_ONCE, 1)
+        pieces = uploaded(np.stack(asking), drawn.device).split(GATHERED_ROWS, 1)
         return Logprobs(*map(torch.cat, zip(*(found(*piece) for piece in pieces), strict=True)))

@@ -18,7 +18,7 @@ _MASK = 2**64 - 1
 # A smaller top_p still means the best token alone, and no vocabulary is so large and flat that
 # this one lets in a second.
 MIN_TOP_P = 1e-7
-MAX_LOGIT_BIAS = 100.0  # OpenAI's range; enough to ban or force a token
+MAX_BIAS = 100.0  # OpenAI's range; enough to ban or force a token
 
 
 def sample_seed(seed: int, sample: int) -> int:
@@ -59,7 +59,7 @@ def sampling_params(
             fields.repetition_penalty, 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
         ),
         logit_bias={
-            token_id: _clamp(bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+            token_id: _clamp(bias, -MAX_BIAS, MAX_BIAS)
             for token_id, bias in fields.logit_bias.items()
         },
         allowed_token_ids=tuple(fields.allowed_token_ids or ()),

@@ -39,8 +39,8 @@ from .sampling import bad_word_ids, request_seed, sample_seed, sampling_params
 from .sampling_defaults import SamplingDefaults
 
 VERSION = importlib.metadata.version("outrider")
-# Longer texts are tokenized one at a time: each takes a hundred times its size in memory.
 BAD_WORD_BYTES = 320  # of JSON, which are read in the time that tokenizing a bad word takes
+# Longer texts are tokenized one at a time: each takes a hundred times its size in memory.
 HUGE_CHARS = 2**18
 
 

@@ -20,7 +20,7 @@ from ..models.pair import model_config, text_config
 from ..models.resolve import find, is_hub_id
 from ..models.store import ModelError
 
-HUB_TIMEOUT_S = 2.0
+_SIZE_TIMEOUT_S = 2.0
 _READ = re.compile(r"(model[^/]*|mtp)\.safetensors")  # of a hub's files, those with weights
 
 
@@ -87,7 +87,7 @@ def _by_hub(settings: Settings) -> PairWeights | None:
     name = settings.target.model
     try:
         info = HfApi().model_info(
-            name, revision=settings.target.revision, files_metadata=True, timeout=HUB_TIMEOUT_S
+            name, revision=settings.target.revision, files_metadata=True, timeout=_SIZE_TIMEOUT_S
         )
     except Exception:  # whatever the hub's library has for a failure: then nothing is known
         return None

@@ -163,7 +163,7 @@ def test_logits_are_edited_and_scored_in_pieces(
     edited = replace(GREEDY, frequency_penalty=0.5, logprobs=2)
     params = [edited, GREEDY, edited, replace(edited, logprob_token_ids=(3, 5, 8)), edited, edited]
     whole = run(Engine(config), asked, params)
-    monkeypatch.setattr(verifier, "ROWS_AT_ONCE", 5)
+    monkeypatch.setattr(verifier, "GATHERED_ROWS", 5)
     monkeypatch.setattr(verifier, "EDITED_ROWS", 11)  # two sequences with all drafts of the model
     engine, num_edited, num_scored = Engine(config), [], []
     take, gather = logit_edits.take_rows, verifier.gather_logprobs

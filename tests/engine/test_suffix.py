@@ -16,11 +16,11 @@ from outrider.engine.api import NewRequest
 from outrider.engine.engine import Engine
 from outrider.engine.proposers.suffix import (
     BACKLOG_STEPS,
+    ENTERED_TOKENS,
     MOST_ALIKE,
     MOST_PLACES,
     MOST_SALTS,
     MOST_WAITING,
-    STEP_TOKENS,
     Corpus,
     RecentAnswers,
     Suffixes,
@@ -284,7 +284,7 @@ def test_a_step_enters_a_bounded_part_of_answers_however_much_memory_they_have()
             before, num_waiting = answers.corpus._num_indexed, answers._num_waiting
             answers.enter()
             after = answers.corpus._num_indexed
-            most = max(STEP_TOKENS, num_waiting // BACKLOG_STEPS)
+            most = max(ENTERED_TOKENS, num_waiting // BACKLOG_STEPS)
             assert after - (before if after >= before else 0) <= most + 1
             assert answers.find("", [7001, 7002, 7003, 7004], 4) is None
             assert answers.corpus._latest is latest  # nothing is made anew
@@ -319,7 +319,9 @@ def test_no_answer_is_lost_at_the_rate_of_a_full_engine(num_seqs: int, num_token
                 answers.add(ended([num_ended + 1] * lengths[i]))
                 left[i], num_ended = lengths[i], num_ended + 1
         answers.enter()
-        assert answers._num_waiting <= 3 * BACKLOG_STEPS * max(STEP_TOKENS, num_seqs * num_tokens)
+        assert answers._num_waiting <= 3 * BACKLOG_STEPS * max(
+            ENTERED_TOKENS, num_seqs * num_tokens
+        )
     while answers.is_behind:
         answers.enter()
     assert {*range(1, num_ended + 1)} <= {*answers.corpus._tokens}
@@ -349,7 +351,7 @@ def test_an_answer_that_is_entered_in_part_ends_where_it_is_known() -> None:
     answers.add(ended([*range(2000, 2700)], salt="b"))
     answers.enter()
     assert answers.is_behind
-    end = 2000 + STEP_TOKENS - 4
+    end = 2000 + ENTERED_TOKENS - 4
     last = [*range(end - 10, end - 4)]
     assert following(Suffixes(2, "b", answers), last, 30) == [last[-1] + i for i in range(1, 5)]
     answers.enter()
