@@ -1,5 +1,6 @@
 """The next turn of a conversation, which chats, responses and messages all ask for."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,6 @@ from starlette.requests import Request
 from ..base.errors import invalid_value
 from ..base.held import json_bytes
 from ..base.off_loop import MANY_CHARS, off_loop
-from ..base.request_key import request_key
 from ..grammar.thoughts import after_thoughts
 from ..grammar.tool_choice import Calls, calls_grammar, choose, text_and_calls_grammar
 from ..text.chat_template import ChatTemplateError
@@ -43,25 +43,23 @@ async def prepare_turn(
     )
     max_tokens = body.max_completion_tokens or body.max_tokens
     ids = service.truncate(body, ids, max_tokens)
-    begun = service.message_format.has_begun_reasoning(prompt, body.continued)
-    thinking = thinking_budget(service, body.thinking_token_budget, begun=begun)
-    salt, num_bytes = service.cache_salt(body, request_key(http)), json_bytes(http)
-    first = _thoughts_first(service, body, prompt, calls)
-    grammar = await _grammar(service, body, calls, salt, num_bytes, first)
-    of_calls = None
-    if grammar is None:
-        of_calls = await _grammar_of_strict_calls(service, body, prompt, calls, salt, num_bytes)
-    # A model's own response template reads the whole prompt.
-    readers = await off_loop(
-        num_bytes + body.n * len(prompt),
-        _readers,
+    turn = _Turn(
         service,
         body,
-        prompt,
         calls,
-        grammar is not None,
-        first is not None,
-        of_calls is not None,
+        prompt,
+        salt=service.cache_salt(body, http),
+        num_bytes=json_bytes(http),
+        has_begun_reasoning=service.message_format.has_begun_reasoning(prompt, body.continued),
+    )
+    thinking = thinking_budget(service, body.thinking_token_budget, begun=turn.has_begun_reasoning)
+    first = turn.thoughts_first()
+    grammar = await turn.grammar(first)
+    of_calls = None if grammar is not None else await turn.grammar_of_strict_calls()
+    readers = await turn.readers(
+        follows_grammar=grammar is not None,
+        thinks_first=first is not None,
+        calls_are_json=of_calls is not None,
     )
     asked = Asked(
         fields=body,
@@ -70,51 +68,112 @@ async def prepare_turn(
         max_tokens=max_tokens or service.room([ids]),
         logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=[body.prompt_logprobs],
-        salt=salt,
+        salt=turn.salt,
         grammar=grammar or of_calls,
         thinking=[thinking],
         predicted=await service.predicted(body),
         readers=readers,
         shown_special_ids=_shown_special_ids(service, readers),
     )
-    return await service.samples(asked, num_bytes)
+    return await service.samples(asked, turn.num_bytes)
 
 
-def _readers(
-    service: Service,
-    body: ChatCompletionRequest,
-    prompt: str,
-    calls: Calls,
-    follows_grammar: bool,
-    thinks_first: bool,
-    calls_are_json: bool,
-) -> list[MessageReader]:
-    """One reader for each answer."""
-    tools = tools_by_name(calls.tools)
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A turn whose prompt is known; what may follow it, and who reads that."""
 
-    def parser() -> MessageParser | None:
+    service: Service
+    body: ChatCompletionRequest
+    calls: Calls
+    prompt: str
+    salt: str  # as `Service.cache_salt` returns it
+    num_bytes: int  # of the request's JSON
+    has_begun_reasoning: bool  # the prompt ends within a thought
+
+    def thoughts_first(self) -> ThoughtsFirst | None:
+        """The thoughts before an answer which follows a grammar, if it may think at all."""
+        service, body, calls = self.service, self.body, self.calls
+        is_bound = calls.required or body.response_format or body.structured_outputs
+        if not is_bound or calls.input_grammar is not None:  # that one is the tool's input alone
+            return None
+        first = service.message_format.thoughts_before_answer(
+            self.prompt,
+            service.tokenizer.has_tokens,
+            begun=self.has_begun_reasoning,
+            continues=body.continue_final_message,
+        )
+        # Required calls are JSON that is on no channel.
+        return None if first is not None and first.channels and calls.required else first
+
+    async def grammar(self, first: ThoughtsFirst | None) -> str | None:
+        """The grammar of the answer, behind these thoughts; raises APIError.
+
+        A required call takes precedence over a format, which clients send for the turn after the
+        calls.
+        """
+        body, calls, within = self.body, self.calls, None
+        grammars, tokenizer = self.service.grammars, self.service.tokenizer
+        if first is not None:
+            within = partial(after_thoughts, first=first, id_of=tokenizer.id_of)
         if calls.input_grammar is not None:
-            return RawCall(calls.tools[0]["function"]["name"])
-        return service.message_format.parser(
-            prompt,
-            tools,
-            continued=body.continued,
-            must_call=calls.required,
-            follows_grammar=follows_grammar,
-            thinks_first=thinks_first,
-            calls_are_json=calls_are_json,
+            return await grammars.check("tools", calls.input_grammar, self.salt)
+        if calls.required:
+            make = partial(calls_grammar, calls.tools, several=calls.most is None)
+            grammar = await off_loop(self.num_bytes, make, threshold=MANY_CHARS)
+            return await grammars.check("tool_choice", grammar, self.salt, within)
+        return await grammars.grammar_of(
+            body.response_format, body.structured_outputs, self.salt, self.num_bytes, within
         )
 
-    return [
-        MessageReader(
-            parser(),
-            calls_only=calls.required,
-            with_reasoning=body.include_reasoning,
-            max_calls=calls.most,
-            free_text=calls.free_text,
+    async def grammar_of_strict_calls(self) -> str | None:
+        """That of an answer which may call strict tools, if it can be had; raises APIError."""
+        grammars, tools = self.service.grammars, self.calls.tools
+        form, tokenizer = self.service.message_format, self.service.tokenizer
+        markers = form.markers_of_bindable_calls
+        if markers is None or not any(each["function"].get("strict") is True for each in tools):
+            return None
+        if not (grammars.can_compile and tokenizer.has_tokens(markers)):
+            return None
+        make = partial(
+            text_and_calls_grammar,
+            tools,
+            reasons=form.has_reasoning,
+            begun=self.has_begun_reasoning,
         )
-        for _ in range(body.n)
-    ]
+        grammar = await off_loop(self.num_bytes, make, threshold=MANY_CHARS)
+        return await grammars.check("tools", grammar, self.salt)
+
+    async def readers(self, **shape: bool) -> list[MessageReader]:
+        """One reader for each answer, of this shape: see `MessageFormat.parser`."""
+        # A model's own response template reads the whole prompt.
+        length = self.num_bytes + self.body.n * len(self.prompt)
+        return await off_loop(length, partial(self._readers, **shape))
+
+    def _readers(self, **shape: bool) -> list[MessageReader]:
+        calls, body = self.calls, self.body
+        tools = tools_by_name(calls.tools)
+
+        def parser() -> MessageParser | None:
+            if calls.input_grammar is not None:
+                return RawCall(calls.tools[0]["function"]["name"])
+            return self.service.message_format.parser(
+                self.prompt,
+                tools,
+                continued=body.continued,
+                must_call=calls.required,
+                **shape,
+            )
+
+        return [
+            MessageReader(
+                parser(),
+                calls_only=calls.required,
+                with_reasoning=body.include_reasoning,
+                max_calls=calls.most,
+                free_text=calls.free_text,
+            )
+            for _ in range(body.n)
+        ]
 
 
 def _shown_special_ids(service: Service, readers: list[MessageReader]) -> frozenset[int]:
@@ -122,72 +181,6 @@ def _shown_special_ids(service: Service, readers: list[MessageReader]) -> frozen
     if not readers[0].parses:
         return frozenset()
     return service.tokenizer.special_ids_of(service.message_format.delimiters)
-
-
-def _thoughts_first(
-    service: Service, body: ChatCompletionRequest, prompt: str, calls: Calls
-) -> ThoughtsFirst | None:
-    """The thoughts that come before an answer which follows a grammar, if it may think at all."""
-    is_bound = calls.required or body.response_format or body.structured_outputs
-    if not is_bound or calls.input_grammar is not None:  # that answer is the tool's input alone
-        return None
-    form = service.message_format
-    first = form.thoughts_before_answer(
-        prompt,
-        service.tokenizer.has_tokens,
-        begun=form.has_begun_reasoning(prompt, body.continued),
-        continues=body.continue_final_message,
-    )
-    # Required calls are JSON that is on no channel.
-    return None if first is not None and first.channels and calls.required else first
-
-
-async def _grammar(
-    service: Service,
-    body: ChatCompletionRequest,
-    calls: Calls,
-    salt: str,
-    num_bytes: int,
-    first: ThoughtsFirst | None,
-) -> str | None:
-    """The grammar of the answer; raises APIError.
-
-    A required call takes precedence over a format, which clients send for the turn after the calls.
-    """
-    grammars, within = service.grammars, None
-    if first is not None:
-        within = partial(after_thoughts, first=first, id_of=service.tokenizer.id_of)
-    if calls.input_grammar is not None:
-        return await grammars.check("tools", calls.input_grammar, salt)
-    if calls.required:
-        make = partial(calls_grammar, calls.tools, several=calls.most is None)
-        grammar = await off_loop(num_bytes, make, threshold=MANY_CHARS)
-        return await grammars.check("tool_choice", grammar, salt, within)
-    return await grammars.grammar_of(
-        body.response_format, body.structured_outputs, salt, num_bytes, within
-    )
-
-
-async def _grammar_of_strict_calls(
-    service: Service,
-    body: ChatCompletionRequest,
-    prompt: str,
-    calls: Calls,
-    salt: str,
-    num_bytes: int,
-) -> str | None:
-    """The grammar of an answer that may call strict tools, if it can be had; raises APIError."""
-    form = service.message_format
-    markers = form.markers_of_bindable_calls
-    if markers is None or not any(tool["function"].get("strict") is True for tool in calls.tools):
-        return None
-    if not (service.grammars.can_compile and service.tokenizer.has_tokens(markers)):
-        return None
-    begun = form.has_begun_reasoning(prompt, body.continued)
-    reasons = form.has_reasoning
-    make = partial(text_and_calls_grammar, calls.tools, reasons=reasons, begun=begun)
-    grammar = await off_loop(num_bytes, make, threshold=MANY_CHARS)
-    return await service.grammars.check("tools", grammar, salt)
 
 
 async def num_prompt_tokens(service: Service, body: ChatCompletionRequest) -> int:

@@ -10,7 +10,6 @@ from outrider.engine.api import TokenLogprobs
 from ..base.errors import invalid_value, unsupported
 from ..base.held import json_bytes
 from ..base.off_loop import MANY_CHARS, off_loop
-from ..base.request_key import request_key
 from ..text.detokenizer import Detokenizer
 from .answer import MIN_LOGPROB, Answer
 from .asked import Asked
@@ -54,7 +53,7 @@ async def prepare_completion(
     else:
         prompts = [service.truncate(body, prompt, body.max_tokens) for prompt in prompts]
     ranks_samples = body.num_samples > body.n
-    salt = service.cache_salt(body, request_key(http))
+    salt = service.cache_salt(body, http)
     budget = thinking_budget(service, body.thinking_token_budget)
     asked = Asked(
         fields=body,

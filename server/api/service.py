@@ -316,9 +316,9 @@ class Service:
     def _may_set_priority(self, http: Request) -> bool:
         return self.priority_keys is None or request_key(http) in self.priority_keys
 
-    def cache_salt(self, fields: ChoiceFields, key: str | None) -> str:
+    def cache_salt(self, fields: ChoiceFields, http: Request) -> str:
         """Only requests with the same salt share cached prefixes and compiled grammars."""
-        given = fields.cache_salt or ""
+        given, key = fields.cache_salt or "", request_key(http)
         if key is None or self.settings.share_cache_between_keys:
             return given
         return f"{key}:{given}"  # digests have one length, so no key can imitate another's salt
