@@ -1,5 +1,6 @@
 """The HTTP application over one engine."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
@@ -121,25 +122,9 @@ def create_app(
 
     `pair`: its settings, and the server's. `compiler`: checks grammars; None: they are refused.
     """
-    settings, model_name = pair.server, pair.served_model_names[0]
+    settings = pair.server
     keys = settings.read_api_keys()
-    priority_keys = frozenset(map(key_digest, settings.read_priority_keys()))
-    service = Service(
-        client=client,
-        tokenizer=tokenizer,
-        metrics=Metrics(client, model_name),
-        message_format=MessageFormat.of(tokenizer.data, settings),
-        grammars=GrammarChecker(
-            compiler, max_bytes=settings.max_grammar_bytes, timeout_s=settings.grammar_timeout_s
-        ),
-        model_names=pair.served_model_names,
-        unlisted_name=None if settings.served_model_name else pair.target.model,
-        takes_any_name=ANY_NAME in settings.served_model_name,
-        settings=settings,
-        sampling_defaults=sampling_defaults,
-        priority_keys=priority_keys if keys else None,
-        fill_in_the_middle=FillInTheMiddle.of(tokenizer),
-    )
+    service = _service(client, tokenizer, pair, compiler, sampling_defaults, has_keys=bool(keys))
     api = FastAPI(
         title="Outrider",
         version=VERSION,
@@ -165,16 +150,66 @@ def create_app(
     api.include_router(_status_routes(service, gate, pair))
     if settings.ui:
         add_ui(api)
+    for_http = _guarded(api, (openai, anthropic, ollama), tokenizer_routes, service, gate, keys)
 
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        # Ray also says when the application starts and ends.
+        await (for_http if scope["type"] == "http" else api)(scope, receive, send)
+
+    return answer
+
+
+def _service(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    pair: Settings,
+    compiler: GrammarCompiler | None,
+    sampling_defaults: SamplingDefaults,
+    *,
+    has_keys: bool,
+) -> Service:
+    settings = pair.server
+    priority_keys = frozenset(map(key_digest, settings.read_priority_keys()))
+    return Service(
+        client=client,
+        tokenizer=tokenizer,
+        metrics=Metrics(client, pair.served_model_names[0]),
+        message_format=MessageFormat.of(tokenizer.data, settings),
+        grammars=GrammarChecker(
+            compiler, max_bytes=settings.max_grammar_bytes, timeout_s=settings.grammar_timeout_s
+        ),
+        model_names=pair.served_model_names,
+        unlisted_name=None if settings.served_model_name else pair.target.model,
+        takes_any_name=ANY_NAME in settings.served_model_name,
+        settings=settings,
+        sampling_defaults=sampling_defaults,
+        priority_keys=priority_keys if has_keys else None,
+        fill_in_the_middle=FillInTheMiddle.of(tokenizer),
+    )
+
+
+def _guarded(
+    api: FastAPI,
+    generating: Sequence[APIRouter],
+    tokenizer_routes: APIRouter,
+    service: Service,
+    gate: Gate,
+    keys: list[str],
+) -> ASGIApp:
+    """The application behind all that a request passes first: what comes last here, it meets first.
+
+    Requests to the routes that are `generating` are counted by their paths.
+    """
+    settings, metrics = service.settings, service.metrics
     served = HeadRequests(api)
     app: ASGIApp = Bodies(
-        JSONRoutes(served, (openai, anthropic, ollama, tokenizer_routes)),
+        JSONRoutes(served, (*generating, tokenizer_routes)),
         max_body_bytes=settings.max_body_bytes,
         max_bytes=settings.max_bodies_bytes,
         timeout_s=settings.body_timeout_s or None,
     )
     if keys:
-        app = ApiKeys(app, keys, service.metrics)
+        app = ApiKeys(app, keys, metrics)
     app = Drain(app, gate)
     if settings.cors_origins:
         app = CORSMiddleware(
@@ -189,15 +224,9 @@ def create_app(
     if settings.metrics_port is not None:
         app = MetricsPort(app, served, settings.metrics_port)
     app = Hosts(app, settings)
-    trace = make_trace(settings.otlp_endpoint, model_name)
-    app = Observe(app, service.metrics, _paths(openai) | _paths(anthropic) | _paths(ollama), trace)
-    for_http = RootPath(RequestId(app), settings.root_path)
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        # Ray also says when the application starts and ends.
-        await (for_http if scope["type"] == "http" else api)(scope, receive, send)
-
-    return answer
+    trace = make_trace(settings.otlp_endpoint, service.model_name)
+    app = Observe(app, metrics, frozenset[str]().union(*map(_paths, generating)), trace)
+    return RootPath(RequestId(app), settings.root_path)
 
 
 def _openai_routes(service: Service, store: ResponseStore) -> APIRouter:
