@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..evaluation.remote import DEFAULT_URL, RemoteError, find
-from .config import ApiKeyOption, ModelOption, UrlArgument, finite
 from .errors import check_folders, give_up
+from .options import ApiKeyOption, ModelOption, UrlArgument, finite
 from .progress import ProgressDisplay
 from .signals import run_until_ended
 

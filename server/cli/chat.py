@@ -23,8 +23,8 @@ from ..evaluation.remote import (
     refusal,
     unreachable,
 )
-from .config import ApiKeyOption, ModelOption, UrlArgument, finite
 from .errors import give_up
+from .options import ApiKeyOption, ModelOption, UrlArgument, finite
 from .painter import STYLES, Painter
 
 HELP = """\

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .config import ConfigOption, SetOption, missing_model, settings_or_exit
+from .options import ConfigOption, SetOption, missing_model, settings_or_exit
 
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[bold red]missing[/]"}
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from .config import (
+from .errors import check_folders, errors_shown, give_up
+from .options import (
     ConfigOption,
     DraftOption,
     ModelOrConfigArgument,
@@ -20,7 +21,6 @@ from .config import (
     finite,
     pair_settings,
 )
-from .errors import check_folders, errors_shown, give_up
 from .progress import ProgressDisplay
 from .signals import be_interrupted_by, run_until_ended
 

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from ..models import builtin, store
 from ..models.known_drafts import KNOWN_DRAFTS
-from .config import ConfigOption, SetOption, settings_or_exit
 from .errors import errors_shown
+from .options import ConfigOption, SetOption, settings_or_exit
 from .plain_help import PlainCommand, PlainGroup
 from .progress import ProgressDisplay
 from .signals import be_interrupted_by

@@ -8,14 +8,14 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from .config import (
+from .errors import errors_shown
+from .options import (
     ConfigOption,
     DraftOption,
     ModelOrConfigArgument,
     SetOption,
     pair_settings,
 )
-from .errors import errors_shown
 from .progress import ProgressDisplay
 from .signals import run_until_ended
 

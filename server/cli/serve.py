@@ -4,7 +4,8 @@ from typing import Annotated
 
 import typer
 
-from .config import (
+from .errors import give_up
+from .options import (
     ConfigOption,
     DraftOption,
     ModelOrConfigArgument,
@@ -13,7 +14,6 @@ from .config import (
     names_proposer,
     pair_settings,
 )
-from .errors import give_up
 from .setting_flags import DRAFT, with_setting_flags
 
 EXAMPLES = """\
