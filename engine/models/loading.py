@@ -102,26 +102,7 @@ def load_network(
         decoder, reason = loader.own_decoder(quantised)
         if decoder is not None:
             return decoder
-        if quantised is not None:
-            raise refused_format(f"{quantised[0]}: {reason}")
-        if keeps_state(hf_config):
-            raise UnsupportedModelError(
-                f"only our own decoder keeps the state of its linear attention, and {reason}"
-            )
-        if config.quantization is not None:
-            raise UnsupportedModelError(
-                f"quantization is set, but its weights stay plain: {reason}"
-            )
-        if batch_invariant and device.type == "cuda":
-            raise UnsupportedModelError(
-                f"engine.batch_invariant is on, but on a GPU only our own decoder keeps it, and "
-                f"this model runs as transformers has it ({reason}); leave it out"
-            )
-        if share.size > 1:
-            raise UnsupportedModelError(
-                f"{role}.tensor_parallel is {share.size}, but only our own decoder is shared, and "
-                f"this model runs as transformers has it ({reason}); leave it out"
-            )
+        loader.check_needs_no_decoder(quantised, reason)
         level = logging.WARNING if hf_config.model_type in FAMILIES else logging.INFO
         log.log(level, "%s runs as transformers has it, which is slower: %s", config.path, reason)
         try:
@@ -173,32 +154,61 @@ class _Loader:
     def is_draft(self) -> bool:
         return self.role == "draft"
 
+    def check_needs_no_decoder(self, quantised: tuple[str, Read] | None, reason: str) -> None:
+        """Refuse what our own decoder alone can do; `reason` says why it does not run.
+
+        Raises UnsupportedModelError.
+        """
+        if quantised is not None:
+            raise refused_format(f"{quantised[0]}: {reason}")
+        if keeps_state(self.hf_config):
+            raise UnsupportedModelError(
+                f"only our own decoder keeps the state of its linear attention, and {reason}"
+            )
+        if self.config.quantization is not None:
+            raise UnsupportedModelError(
+                f"quantization is set, but its weights stay plain: {reason}"
+            )
+        if self.batch_invariant and self.device.type == "cuda":
+            raise UnsupportedModelError(
+                f"engine.batch_invariant is on, but on a GPU only our own decoder keeps it, and "
+                f"this model runs as transformers has it ({reason}); leave it out"
+            )
+        if self.share.size > 1:
+            raise UnsupportedModelError(
+                f"{self.role}.tensor_parallel is {self.share.size}, but only our own decoder is "
+                f"shared, and this model runs as transformers has it ({reason}); leave it out"
+            )
+
+    def _read(self, quantised: tuple[str, Read] | None) -> Read | None:
+        """What reads its quantised layers, or rounds plain ones; None: they are as they are."""
+        if self.config.quantization is None:
+            return quantised[1] if quantised else None
+        if self.is_draft:  # its layers are small: rounding inputs costs too much
+            return rounding(rounds_inputs=False)
+        return rounding(rounds_inputs=True, leaves_out=(OUTPUT_LAYER, EMBEDDING))
+
     def own_decoder(self, quantised: tuple[str, Read] | None) -> tuple[Decoder | None, str]:
         """Our decoder, if it knows this structure and computes what transformers does; or None, and
         why not.
         """
         if reason := why_unknown(self.hf_config):
             return None, reason
-        folder, rounds = Path(self.config.path), self.config.quantization is not None
+        folder = Path(self.config.path)
         try:
             family = FAMILIES[self.hf_config.model_type]
             of_share = family.share_of(self.hf_config, self.share.size)
             original = Original(
                 family.compared(of_share), self.dtype, self.device, family.last_norm
             )
-            if rounds and holds_gguf(folder):
+            if self.config.quantization is not None and holds_gguf(folder):
                 return None, "it is a GGUF file, whose weights are rounded already"
-            read = quantised[1] if quantised else None
-            if rounds and self.is_draft:  # its layers are small: rounding inputs costs too much
-                read = rounding(rounds_inputs=False)
-            elif rounds:
-                read = rounding(rounds_inputs=True, leaves_out=(OUTPUT_LAYER, EMBEDDING))
             checkpoint = open_checkpoint(
                 folder,
                 self.dtype,
                 self.device,
                 partial(self.report, f"loading the {self.role}"),
-                read=read,
+                read=self._read(quantised),
                 share=self.share,
                 renamed=family.renamed,
             )
