@@ -153,16 +153,24 @@ class _EngineCollector(Collector):
         self._client = client
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._client.stats
-        gauges = {
+        for name, (text, value) in self._gauges().items():
+            yield GaugeMetricFamily(name, text, value=value)
+        for name, (text, count) in self._counters().items():
+            yield CounterMetricFamily(name, text, value=count)
+        yield from self._of_steps()
+
+    def _gauges(self) -> dict[str, tuple[str, float]]:
+        """By name: a description, and the value now."""
+        stats, info = self._client.stats, self._client.info
+        return {
             "outrider_engine_ready": ("1 while the engine answers.", self._client.state == "ready"),
             "outrider_tensor_parallel": (
                 "Processes that share the target, each with a device.",
-                self._client.info.tensor_parallel if self._client.info is not None else 1,
+                info.tensor_parallel if info is not None else 1,
             ),
             "outrider_draft_share_of_text": (
                 "Of the target's tokens in ordinary text, those that the draft has, too: 0 to 1.",
-                self._client.info.share_of_text if self._client.info is not None else 1,
+                info.share_of_text if info is not None else 1,
             ),
             "outrider_requests_running": ("Sequences in the batch.", stats.num_running),
             "outrider_requests_waiting": ("Sequences in the queue.", stats.num_waiting),
@@ -181,10 +189,12 @@ class _EngineCollector(Collector):
                 stats.host_pages_total,
             ),
         }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(name, text, value=value)
+
+    def _counters(self) -> dict[str, tuple[str, int]]:
+        """By name: a description, and the count since the engine started."""
+        stats = self._client.stats
         drafted, accepted = stats.drafted_per_position, stats.accepted_per_position
-        counters = {
+        return {
             "outrider_prompt_tokens": ("Prompt tokens taken in.", stats.prompt_tokens),
             "outrider_cached_prompt_tokens": (
                 "Prompt tokens found in the prefix cache.",
@@ -212,16 +222,17 @@ class _EngineCollector(Collector):
                 stats.dead_drafts,
             ),
         }
-        for name, (text, count) in counters.items():
-            yield CounterMetricFamily(name, text, value=count)
-        lengths = {
-            "outrider_step_draft_tokens": ("Tokens drafted for a sequence in a step (k).", drafted),
-            "outrider_step_accepted_tokens": ("Tokens of these that were accepted.", accepted),
-        }
-        for name, (text, counts) in lengths.items():
-            yield _of_lengths(
-                name, f"{text} Steps without drafts are not counted.", drafted, counts
-            )
+
+    def _of_steps(self) -> Iterator[Metric]:
+        """What steps had: drafts, those accepted, in all and by position, and tokens."""
+        stats = self._client.stats
+        drafted, accepted = stats.drafted_per_position, stats.accepted_per_position
+        for name, text, counts in (
+            ("outrider_step_draft_tokens", "Tokens drafted for a sequence in a step (k).", drafted),
+            ("outrider_step_accepted_tokens", "Tokens of these that were accepted.", accepted),
+        ):
+            text += " Steps without drafts are not counted."
+            yield _of_lengths(name, text, drafted, counts)
         bounds = [*map(str, map(float, STEP_TOKENS)), "+Inf"]
         yield HistogramMetricFamily(
             "outrider_step_tokens",
@@ -229,14 +240,14 @@ class _EngineCollector(Collector):
             buckets=list(zip(bounds, accumulate(stats.steps_by_tokens), strict=False)),
             sum_value=stats.step_tokens,
         )
-        per_position = {
-            "outrider_draft_tokens_per_position": ("Tokens drafted, by position.", drafted),
-            "outrider_accepted_tokens_per_position": (
+        for name, text, counts in (
+            ("outrider_draft_tokens_per_position", "Tokens drafted, by position.", drafted),
+            (
+                "outrider_accepted_tokens_per_position",
                 "Drafted tokens accepted, by position.",
                 accepted,
             ),
-        }
-        for name, (text, counts) in per_position.items():
+        ):
             family = CounterMetricFamily(name, text, labels=["position"])
             for position, count in enumerate(counts):
                 family.add_metric([str(position)], count)
