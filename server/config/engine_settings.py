@@ -44,10 +44,10 @@ class CacheSettings(SettingsSection):
         default=2048,
         ge=1,
         description="Of models that keep a state of a whole sequence (Qwen3.5, Qwen3-Next, "
-        "Nemotron 3): a long prompt leaves a copy of it every so many tokens, for prompts that "
-        "begin with them. One is also kept where a prompt ends and where it turned out to differ "
-        "from another. A copy takes as much memory as the state of a running sequence. Other "
-        "models ignore this.",
+        "Nemotron 3, hybrids of Granite 4): a long prompt leaves a copy of it every so many "
+        "tokens, for prompts that begin with them. One is also kept where a prompt ends and where "
+        "it turned out to differ from another. A copy takes as much memory as the state of a "
+        "running sequence. Other models ignore this.",
     )
     kv_events_endpoint: str | None = Field(
         default=None,

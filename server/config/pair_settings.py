@@ -55,7 +55,9 @@ class TargetSettings(_ModelSettings):
         "formats of quantised checkpoints are detected.",
     )
     device: Device = Field(
-        default="auto", description="auto | cpu | cuda | cuda:N; auto: cuda where there is one."
+        default="auto",
+        description="auto | cpu | cuda | cuda:N, for target and draft; auto: cuda where there is "
+        "one.",
     )
     tensor_parallel: int | None = Field(
         default=None,
@@ -110,10 +112,6 @@ class DraftSettings(_ModelSettings):
         description="1, or as many as target.tensor_parallel: then all of these processes share "
         "the layers of a draft model, too. For large ones: a small one is faster whole. A head is "
         "always whole.",
-    )
-    device: Device | None = Field(
-        default=None,
-        description="Unset: target.device. No other is possible: both share one page table.",
     )
 
 

@@ -33,11 +33,6 @@ class Settings(SettingsSection):
 
     @model_validator(mode="after")
     def _draft_fits_target(self) -> Self:
-        if self.draft.device not in (None, self.target.device):
-            raise ValueError(
-                f"draft.device is {self.draft.device!r}, target.device {self.target.device!r}; "
-                "both models share one page table: leave draft.device out"
-            )
         if self.draft.tensor_parallel not in (1, self.target.tensor_parallel):
             raise ValueError(
                 f"draft.tensor_parallel is {self.draft.tensor_parallel}, target.tensor_parallel "

@@ -160,11 +160,6 @@ def test_a_served_model_has_one_name_or_several(tmp_path: Path) -> None:
     assert load_settings(flags={names: ["a", "b"]}, environ={}).served_model_names == ("a", "b")
 
 
-def test_draft_on_another_device_than_the_target_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"draft\.device"):
-        load_settings(assignments=["target.device=cuda:1", "draft.device=cpu"], environ={})
-
-
 def test_a_draft_is_shared_by_all_ranks_of_its_target_or_by_none() -> None:
     given = ["target.tensor_parallel=4", "draft.tensor_parallel=2"]
     with pytest.raises(SettingsError, match=r"draft\.tensor_parallel is 2, .* set both to one"):
