@@ -1,12 +1,17 @@
 """Which models are served, in which dtype and to which length; refuses what would go wrong."""
 
 import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from ..config import ConfigError
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -29,6 +34,19 @@ WINDOW_IN_MASK = {"moshi", "phimoe", "qwen2_moe"}
 
 class UnsupportedModelError(ConfigError):
     """The model, or the format of its weights, would not run correctly; the message says why."""
+
+
+@contextlib.contextmanager
+def failures_explained() -> Iterator[None]:
+    """Raises UnsupportedModelError, on one line, where transformers' code for a model fails."""
+    try:
+        yield
+    except (UnsupportedModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # code that nobody has tried here may raise anything
+        log.debug("transformers' code fails", exc_info=True)
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise UnsupportedModelError(f"transformers' code fails ({reason})") from error
 
 
 def resolve_dtype(name: str, hf_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -60,6 +78,13 @@ def check_config(hf_config: PreTrainedConfig) -> None:
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     if unknown := layer_types - LAYER_TYPES - MLP_LAYER_TYPES - STATEFUL_LAYER_TYPES:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
+    if getattr(text_config, "num_hidden_layers", 1) < 1:
+        raise UnsupportedModelError("it has no layers")
+    window = getattr(text_config, "sliding_window", None)
+    if "sliding_attention" in layer_types and window is None:
+        raise UnsupportedModelError(
+            "it has layers with a window, but its sliding_window is not set"
+        )
     rope_types = _rope_types(text_config)
     if "dynamic" in rope_types:
         raise UnsupportedModelError("its dynamic RoPE depends on the whole batch")
@@ -86,16 +111,22 @@ def check_masks(hf_config: PreTrainedConfig) -> None:
 
 
 def max_positions(hf_config: PreTrainedConfig) -> int:
-    """The longest sequence, in tokens, that the model computes correctly in every batch."""
+    """The longest sequence, in tokens, that the model computes correctly in every batch.
+
+    Raises UnsupportedModelError if the configuration does not say.
+    """
     text_config = hf_config.get_text_config()
-    longest = int(text_config.max_position_embeddings)
-    if "longrope" in _rope_types(text_config):
-        # Beyond this, one long sequence changes the factors of all others in its batch.
-        rope = text_config.rope_parameters
-        original = getattr(text_config, "original_max_position_embeddings", None) or rope.get(
-            "original_max_position_embeddings"
+    longest = int(getattr(text_config, "max_position_embeddings", None) or 0)
+    if longest < 1:
+        raise UnsupportedModelError(
+            "its config.json does not say how many positions it has (max_position_embeddings)"
         )
-        longest = min(longest, int(original or longest))
+    for rope in ropes_of(text_config).values():
+        if rope.get("rope_type") == "longrope":
+            # Beyond this, one long sequence changes the factors of all others in its batch.
+            name = "original_max_position_embeddings"
+            original = getattr(text_config, name, None) or rope.get(name)
+            longest = min(longest, int(original or longest))
     return longest
 
 
@@ -105,14 +136,20 @@ def checked_starts(hf_config: PreTrainedConfig, length: int) -> list[int]:
     Near and far, because some models scale with the position: everywhere, or beyond the length of
     their training, or beyond the length from which RoPE was stretched.
     """
-    text_config = hf_config.get_text_config()
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    original = int(rope.get("original_max_position_embeddings") or 0)
+    ropes = ropes_of(hf_config.get_text_config()).values()
+    originals = {int(rope.get("original_max_position_embeddings") or 0) for rope in ropes}
     last = max_positions(hf_config) - length
-    return sorted({0, *(start for start in (original, last // 2, last) if 0 < start <= last)})
+    return sorted({0, *(start for start in (*originals, last // 2, last) if 0 < start <= last)})
+
+
+def ropes_of(text_config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
+    """The parameters of RoPE by type of layer, or by "" if all layers have the same.
+
+    Beside those of types, transformers reads no others.
+    """
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    return {name: each for name, each in rope.items() if isinstance(each, dict)} or {"": rope}
 
 
 def _rope_types(text_config: PreTrainedConfig) -> set[str]:
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
-    return {str(r.get("rope_type", "default")) for r in by_layer_type or [rope]}
+    return {str(rope.get("rope_type", "default")) for rope in ropes_of(text_config).values()}

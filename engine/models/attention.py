@@ -25,6 +25,7 @@ from outrider.kernels.model.rows import BatchRows, lay_out, places_of
 
 from ..state.phase import Shape
 from ..state.slots import Slots
+from .admission import UnsupportedModelError
 
 # Sequences whose looked-up drafts are verified have so many rows together, at most.
 MOST_LOOKED_UP_ROWS = 256
@@ -264,6 +265,17 @@ class PagedAttention:
     pages: KVPages | None = None
     group: int = 0  # of layers that share a block table
     rows_at_once: int = KEY_BLOCK  # on a CPU, of a target that keeps its bits
+
+    def __post_init__(self) -> None:
+        """Raises UnsupportedModelError if no rows attend so."""
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise UnsupportedModelError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads"
+            )
+        if self.window is not None and self.window < 1:
+            raise UnsupportedModelError(
+                f"its layers attend to a window of {self.window} tokens; it must have 1 or more"
+            )
 
     @property
     def heads(self) -> Heads:

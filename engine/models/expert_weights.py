@@ -272,7 +272,7 @@ class SharedExpert(NamedTuple):
             sizes = {f"{self.name}.{self.fused}": (Section(self.inner),) * num_layers}
         added = {f"{self.name}.{self.down}": width}
         has_biases = any(f"{name}.bias" in tensors for name in (*sizes, *added))
-        if rest or has_biases or first.shape[2] != width:
+        if rest or has_biases:
             return None
         of_first = Cut("outputs", (Section(inner),) * num_layers)
         found = []

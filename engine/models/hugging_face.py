@@ -187,7 +187,8 @@ class HuggingFaceModel(Network):
         places = self._batch.places(attention)
         store(keys, places, key[0].transpose(0, 1), attention.k_scale)
         store(values, places, value[0].transpose(0, 1), attention.v_scale)
-        return attention(query[0].transpose(0, 1), self._batch)[None], None
+        attended = attention(query[0].transpose(0, 1), self._batch)
+        return attended[None].contiguous(), None  # as transformers' own: some models view it
 
     @torch.inference_mode()
     def _run_tiny(self) -> None:

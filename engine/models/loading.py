@@ -19,6 +19,7 @@ from .admission import (
     check_config,
     check_masks,
     checked_starts,
+    failures_explained,
     keeps_state,
     max_positions,
     resolve_dtype,
@@ -108,7 +109,7 @@ def load_network(
         try:
             return loader.whole_model()
         except UnsupportedModelError as error:
-            if hf_config.model_type not in FAMILIES:
+            if hf_config.model_type not in FAMILIES or str(error) == reason:
                 raise
             raise UnsupportedModelError(f"{error}; nor by our own decoder: {reason}") from error
     except UnsupportedModelError as reason:
@@ -271,7 +272,7 @@ class _Loader:
     def whole_model(self) -> Network:
         """The model as transformers has it."""
         check_masks(self.hf_config)
-        try:
+        with failures_explained():
             network = HuggingFaceModel(
                 self.config,
                 self.hf_config,
@@ -280,12 +281,6 @@ class _Loader:
                 partial(self.report, f"loading the {self.role}"),
                 rounds=rounds_weights(self.config, self.is_draft),
             )
-        except (UnsupportedModelError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # code that nobody has tried here may raise anything
-            log.debug("transformers' code fails", exc_info=True)
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise UnsupportedModelError(f"transformers' code fails ({reason})") from error
         self._set_up(network)
         self._translate(network)
         return network

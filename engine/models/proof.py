@@ -22,6 +22,7 @@ from outrider.kernels.model.rms_norm import rms_norm
 
 from ..api import ignore_progress
 from ..progress import ReportCounts, counter
+from .admission import failures_explained
 from .attention import ForwardBatch, PagedAttention
 from .blocks import Block
 from .checkpoint import AnyCheckpoint, Lent
@@ -120,7 +121,8 @@ class Original:
     ) -> "list[OriginalPass]":
         """One pass over these prompts, for which each weight is dequantised once.
 
-        Calls `count` in front of each layer, and behind the last one.
+        Calls `count` in front of each layer, and behind the last one. Raises UnsupportedModelError
+        if transformers' code fails.
         """
         # Padded at their ends, which no token before sees; padding has position 0.
         input_ids = pad_sequence([batch.input_ids for batch in batches], batch_first=True)
@@ -141,7 +143,8 @@ class Original:
             note = partial(_note, choices, name)
             hooks.append(self.model.get_submodule(name).register_forward_hook(note))
         try:
-            output = self.model(input_ids=input_ids, position_ids=positions, use_cache=False)
+            with failures_explained():
+                output = self.model(input_ids=input_ids, position_ids=positions, use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -1,5 +1,6 @@
 """In which dtype a model runs, and how long its sequences may be."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -69,6 +70,15 @@ def test_longer_sequences_than_the_target_has_positions_for_are_refused_before_w
         Engine(replace(config, max_model_len=257))
     config = engine_config(path, k=0)
     assert Engine(replace(config, max_model_len=256)).info.max_model_len == 256
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "xlnet"])
+def test_a_model_that_does_not_say_how_many_positions_it_has_is_refused(
+    model_type: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(UnsupportedModelError, match=rf"{model_type}.* how many positions it has"):
+        load_network(ModelConfig(path=str(tmp_path)), torch.device("cpu"), max_model_len=64)
 
 
 def test_longer_sequences_than_the_cache_holds_are_refused_as_settings(

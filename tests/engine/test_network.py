@@ -8,10 +8,11 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from paged import check_against_eager
+from paged import PROMPT, check_against_eager, eager_logits, run_prompt
 from tiny_models import DEVICE, TINY
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.models import families
@@ -62,6 +63,22 @@ def test_logits_equal_eager_attention(architecture: str, tiny_model: Callable[..
 def test_without_windows_all_layers_of_exaone_have_rope(tiny_model: Callable[..., Path]) -> None:
     every = {"sliding_window": None, "layer_types": ["full_attention"] * 2}
     path = tiny_model("exaone4", **every)
+    model = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+    assert type(model) is Decoder
+    check_against_eager(model, path)
+
+
+def test_a_shared_expert_computes_on_rows_though_others_do_in_a_space_as_large(
+    tiny_model: Callable[..., Path],
+) -> None:
+    path = tiny_model("nemotron_h", moe_latent_size=32)
+    check_against_eager(load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE), path)
+
+
+def test_rope_of_all_layers_beside_that_of_their_types_is_left_out_as_transformers_does(
+    tiny_model: Callable[..., Path],
+) -> None:
+    path = tiny_model("olmo3", rope_parameters={"rope_type": "linear", "factor": 8.0})
     model = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
     assert type(model) is Decoder
     check_against_eager(model, path)
@@ -152,6 +169,39 @@ def test_code_that_fails_is_a_reason_to_refuse(
         load_network(ModelConfig(path=str(tiny_model("gemma2"))), DEVICE)
 
 
+def test_code_that_fails_while_our_decoder_is_compared_is_a_reason_to_refuse(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> NoReturn:
+        raise AttributeError("no such thing\nand more")
+
+    monkeypatch.setattr(LlamaModel, "forward", broken)
+    match = r"llama.*transformers' code fails \(AttributeError: no such thing\)"
+    with pytest.raises(UnsupportedModelError, match=match):
+        load_network(ModelConfig(path=str(tiny_model("llama"))), DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "reason"),
+    [
+        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3}, "4 query heads .* 3 KV"),
+        ("gemma2", {"num_key_value_heads": 8}, "4 query heads cannot share 8 KV heads"),
+        ("mistral", {"sliding_window": 0}, "window of 0 tokens; it must have 1 or more"),
+        ("gemma2", {"sliding_window": 0}, "window of 0 tokens; it must have 1 or more"),
+        ("olmo3", {"sliding_window": None}, "a window, but its sliding_window is not set"),
+        ("gemma2", {"sliding_window": None}, "a window, but its sliding_window is not set"),
+        ("llama", {"num_hidden_layers": 0}, "no layers"),
+    ],
+)
+def test_a_config_that_describes_no_model_is_refused(
+    architecture: str, settings: dict[str, object], reason: str, tiny_model: Callable[..., Path]
+) -> None:
+    path = tiny_model(architecture, **settings)
+    with pytest.raises(UnsupportedModelError, match=rf"{architecture}.*{reason}") as refused:
+        load_network(ModelConfig(path=str(path)), DEVICE)
+    assert "nor by our own" not in str(refused.value)  # says it once
+
+
 def test_a_model_that_nobody_holds_is_freed(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +234,17 @@ def test_code_that_reads_a_packed_weight_finds_it(tiny_model: Callable[..., Path
     assert isinstance(model, HuggingFaceModel)
     packed = [layer for layer in model.model.modules() if isinstance(layer, PackedLinear)]
     assert all(not layer.is_read for layer in packed)
+
+
+def test_code_that_views_what_attention_gives_finds_it_as_transformers_lays_it_out(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """AFMoE's does: a sequence alone in its batch has another layout on a CPU."""
+    sizes = {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    path = tiny_model("afmoe", **sizes, moe_intermediate_size=24)
+    model = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+    logits = run_prompt(model, PROMPT).logits
+    torch.testing.assert_close(logits, eager_logits(path), rtol=1e-4, atol=1e-4)
 
 
 def test_a_window_in_the_mask_alone_is_refused_only_if_it_is_on(

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.kernels.model.rms_norm import Norm
 
-from ..admission import LAYER_TYPES
+from ..admission import LAYER_TYPES, ropes_of
 from ..architectures import STATIC_ROPE
 from ..attention import Rope
 from ..blocks import Block
@@ -121,7 +121,7 @@ class Family(ABC):
             return f"its config has {', '.join(unknown)}"
         if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - cls.layer_types):
             return f"it has layers of type {', '.join(unknown)}"
-        for rope in _ropes(config).values():
+        for rope in ropes_of(config).values():
             whole = {"partial_rotary_factor"} if rope.get("partial_rotary_factor") == 1 else set()
             if unknown := sorted(set(rope) - _ROPE - cls.rope_fields - whole):
                 return f"its RoPE has {', '.join(unknown)}"
@@ -175,7 +175,7 @@ class Family(ABC):
     def ropes(self) -> dict[str, Rope]:
         """By type of layer, or one for all by the name "": layers share its cosines and sines."""
         found = {}
-        for layer_type, parameters in _ropes(self._given).items():
+        for layer_type, parameters in ropes_of(self._given).items():
             config = copy.copy(self._given)
             config.rope_parameters = parameters
             rotary = self.rotary(config)
@@ -185,7 +185,9 @@ class Family(ABC):
 
     @property
     def rope(self) -> Rope:
-        """That of all layers."""
+        """That of all layers. Raises ValueError if it differs by their type."""
+        if "" not in self.ropes:
+            raise ValueError(f"its RoPE is of {', '.join(self.ropes)}; here all layers have one")
         return self.ropes[""]
 
     @functools.cached_property
@@ -198,12 +200,6 @@ def _head_dim(config: Any) -> int:
     """Read by transformers whether or not it is declared."""
     declared: int | None = getattr(config, "head_dim", None)
     return declared or int(config.hidden_size // config.num_attention_heads)
-
-
-def _ropes(config: Any) -> dict[str, dict[str, Any]]:
-    """The parameters of RoPE by type of layer, or by "" if all layers have the same."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return rope if any(isinstance(value, dict) for value in rope.values()) else {"": rope}
 
 
 def window_of(config: Any, layer: int) -> int | None:

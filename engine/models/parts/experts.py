@@ -110,7 +110,8 @@ class ExpertMLP(Part):
         ]
         further, mlp = None, None
         if shared is not None:
-            further = shared.as_experts(tensors, width, *layers)
+            # It computes on the rows themselves, also if others do so in a smaller space.
+            further = shared.as_experts(tensors, width, *layers) if latent is None else None
             if further is None:
                 mlp = _read_mlp(tensors, shared, width, activation)
             else:
