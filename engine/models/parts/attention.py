@@ -67,9 +67,9 @@ class Attention(Part):
     ) -> "Attention":
         """With those norms of heads, biases, sinks and scales of KV that the checkpoint has.
 
-        So many ranks, one after the other, have the same KV heads as `kv_copies` says. It reads
-        `input_width` numbers, if these are not the residual stream's `width`. `fused`: the
-        checkpoint has q, k and v as one layer; `wide`: a norm spans all heads; `scale`: of scores.
+        `kv_copies`: how many ranks, one after the other, have the same KV heads. `input_width`: of
+        the rows that it reads, if not the residual stream's `width`. `fused`: the checkpoint has
+        q, k and v as one layer. `wide`: a norm spans all heads. `scale`: of scores.
         `eps` is that of norms of heads, which add one as in `AnyCheckpoint.norm`. Raises KeyError
         naming a tensor that is missing, ValueError naming a wrong shape.
         """

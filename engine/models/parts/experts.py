@@ -88,13 +88,7 @@ class ExpertMLP(Part):
         if shared is not None and shared.gate is not None:
             logits[f"{name}.{shared.gate}"] = 1
             router = router._replace(gate=num_experts)
-        layer = tensors.linear(width, logits)
-        if router.gate is not None and isinstance(layer.weight, Dense):
-            layer = layer._replace(weight=_even(layer.weight.matrix))
-        if exact:
-            if not isinstance(layer.weight, Dense):
-                raise UnsupportedModelError(f"its router is in {layer.weight.format}")
-            layer = layer._replace(weight=Unrounded(layer.weight.matrix))
+        router_layer = _read_router(tensors, width, logits, exact=exact)
         own_width, to_latent, from_latent = width, None, None
         if latent is not None:
             own_width, to, back = latent
@@ -122,7 +116,7 @@ class ExpertMLP(Part):
         )
         return ExpertMLP(
             norm=norm,
-            router_layer=layer,
+            router_layer=router_layer,
             first=first,
             down=down,
             activation=activation,
@@ -195,9 +189,23 @@ class ExpertMLP(Part):
         return replace(self, choice=choice)
 
 
-def _even(matrix: Tensor) -> Dense:
-    """Followed by zeros: kernels read and write rows of a multiple of 16 numbers faster."""
-    return Dense(F.pad(matrix, (0, 0, 0, -len(matrix) % 16)))
+def _read_router(
+    tensors: AnyCheckpoint, width: int, logits: dict[str, int], *, exact: bool
+) -> Linear:
+    """By name, the layers that give so many logits: of the experts, and of a shared one's gate.
+
+    Raises UnsupportedModelError if they must be exact and their format is not.
+    """
+    layer = tensors.linear(width, logits)
+    if len(logits) > 1 and isinstance(layer.weight, Dense):
+        # Followed by zeros: kernels read and write rows of a multiple of 16 numbers faster.
+        matrix = layer.weight.matrix
+        layer = layer._replace(weight=Dense(F.pad(matrix, (0, 0, 0, -len(matrix) % 16))))
+    if exact:
+        if not isinstance(layer.weight, Dense):
+            raise UnsupportedModelError(f"its router is in {layer.weight.format}")
+        layer = layer._replace(weight=Unrounded(layer.weight.matrix))
+    return layer
 
 
 def _read_mlp(
