@@ -5,6 +5,7 @@ whose rows it looks up in the slots, and replays a captured pass if there is one
 """
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.kernels.model.row_scaled_few_rows import ROWS as TILE_ROWS
 from outrider.kernels.model.rows import BatchRows
 
 from ..config import DraftVocabulary
@@ -381,9 +383,13 @@ def short_batches(max_num_seqs: int, most_rows: int, rows_per_seq: int) -> list[
 
     Of many sequences, more than `rows_per_seq` rows each count as a prompt; so many do not.
     """
-    return [
-        (num_seqs, num_rows)
-        for num_seqs in padded_sizes(max_num_seqs)
-        for num_rows in dict.fromkeys((*_SHORT_ROWS, min(rows_per_seq, _SHORT_ROWS[0])))
-        if num_seqs * num_rows <= most_rows
+    batches = [
+        *(
+            (num_seqs, num_rows)
+            for num_seqs in padded_sizes(max_num_seqs)
+            for num_rows in (*_SHORT_ROWS, min(rows_per_seq, _SHORT_ROWS[0]))
+        ),
+        # All sizes of tiles that a product of some rows has.
+        *((8, sum(rows) // 8) for rows in TILE_ROWS if max_num_seqs >= 8),
     ]
+    return [batch for batch in dict.fromkeys(batches) if math.prod(batch) <= most_rows]

@@ -19,7 +19,7 @@ from ..triton_or_none import TensorDescriptor, gl, gluon, hopper, triton
 from .narrow_matrix import NarrowMatrix
 from .row_codes import RowCodes
 from .silu_mul import silu
-from .warpgroups import barriers_of, registers_of
+from .warpgroups import barriers_of, registers_of, shared_out, tiles_of_program
 
 mbarrier, tma = hopper.mbarrier, hopper.tma
 
@@ -49,10 +49,7 @@ def few_rows_product(
     codes = TensorDescriptor.from_tensor(matrix.codes, [outs, _GROUP.value], layout)
     groups, device = len(matrix.scale) // num_splits, matrix.codes.device
     num_tiles, num_sms = triton.cdiv(num_out, outs), num_programs(device, 1)
-    # As many tiles a program as a multiprocessor gets, or two programs one after the other.
-    at_once = num_sms * triton.cdiv(num_tiles * num_splits, num_sms * _MOST_WARPGROUPS)
-    tiles = triton.cdiv(num_tiles * num_splits, at_once)
-    programs = min(num_tiles, max(triton.cdiv(num_tiles, tiles), at_once // num_splits))
+    tiles, programs = shared_out(num_tiles, num_splits, num_sms, _MOST_WARPGROUPS)
     registers, own = registers_of(tiles, _COPY_REGISTERS)
     _few_rows_kernel[programs, num_splits](
         out, x_codes, x.scale, codes, matrix.scale, out if bias is None else bias,
@@ -70,18 +67,6 @@ def _num_stages(rows: int, tiles: int, groups: int, device: torch.device) -> int
     stage: int = (tiles * _OUTS.value + rows) * _GROUP.value + 2 * 8  # bytes, with its barriers
     scales: int = 4 * (2 * tiles * triton.next_power_of_2(groups) + rows * (groups + 7))
     return min(groups, (shared_bytes(device) - scales - _HANDED) // stage)
-
-
-@gluon.jit
-def _tiles_of(num_out, BOX: gl.constexpr):
-    """The first tile of a program, and how many it has: one a warpgroup, or one fewer.
-
-    Of each split the last programs have fewer: they start last, where the kernel that makes the
-    rows still runs.
-    """
-    num_tiles, here = (num_out + BOX - 1) // BOX, gl.program_id(0)
-    each, more = num_tiles // gl.num_programs(0), num_tiles % gl.num_programs(0)
-    return here * each + gl.minimum(here, more), each + (here < more).to(gl.int32)
 
 
 @gluon.jit
@@ -118,7 +103,7 @@ def _copy(
     STAGES: gl.constexpr, BOXES: gl.constexpr, TILES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Have the codes of a share copied, group by group. One warp."""
-    first, count = _tiles_of(num_out, _OUTS // BOXES)
+    first, count = tiles_of_program(num_out, _OUTS // BOXES)
     for group in range(STAGES):
         _copy_weights(
             codes, boxes, has, group, num_out, first, count, ROWS, GROUPS, STAGES, BOXES, TILES
@@ -190,7 +175,7 @@ def _multiply(
     BOX: gl.constexpr = _OUTS // BOXES
     out_ptr, x_scale_ptr, scale_ptr, bias_ptr = pointers
     split = gl.program_id(1)
-    first, count = _tiles_of(num_out, BOX)
+    first, count = tiles_of_program(num_out, BOX)
     first_out = (first + gl.minimum(WHICH, count - 1)) * BOX
     tiles = boxes._reinterpret(gl.float8e4nv, [STAGES * TILES, _OUTS, _GROUP], CODES)
     scales = kept._reinterpret(gl.float32, [TILES * BOXES * KEPT, 1], VECTOR)

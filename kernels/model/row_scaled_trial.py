@@ -1,7 +1,8 @@
-"""Tries at load whether `row_scaled_product` works on the GPU at hand: whether rows have the same
-bits by it as by the kernel for any GPU. If not, `scaled_product` takes that one for all.
+"""Tries at load whether `row_scaled_product` and `row_scaled_few_rows` work on the GPU at hand:
+whether rows have the same bits by them as by the kernel for any GPU. If not, `scaled_product` takes
+that one for all.
 
-Both sizes of its tiles are launched, so that no request waits until one is compiled.
+Both sizes of tiles of many rows are launched, so that no request waits until one is compiled.
 """
 
 import functools
@@ -17,14 +18,14 @@ from .row_scaled_product import failed, is_for
 from .scaled_product import scaled_product
 from .warpgroups import works
 
-_ROWS, _FEW = 300, 40
+_ROWS, _SOME, _FEW = 300, 150, 20
 _NUM_IN = 1280
 _NUM_OUT, _FEWER_OUT = 8192, 512  # with so many outputs tiles are wide, with so few narrow
 
 
 def try_row_scaled_product(matrix: NarrowMatrix, dtype: torch.dtype) -> None:
-    """If it is for that matrix, multiply few and a few hundred rows of `dtype` by another one; if
-    that fails, log why, and let it be for none. To be called where kernels run: in no capture.
+    """If they are for that matrix, multiply few rows of `dtype`, some and many by another one; if
+    that fails, log why, and let them be for none. To be called where kernels run: in no capture.
     """
     if is_for(matrix):
         _try(matrix.codes.device, dtype)
@@ -33,13 +34,13 @@ def try_row_scaled_product(matrix: NarrowMatrix, dtype: torch.dtype) -> None:
 @functools.cache
 @torch.inference_mode()
 def _try(device: torch.device, dtype: torch.dtype) -> None:
-    otherwise = "many rows are multiplied by FP8 in a slower kernel"
+    otherwise = "more than a few rows are multiplied by FP8 in a slower kernel"
     if not works(partial(_error, device, dtype), 0.0, otherwise):
         failed.add(device)
 
 
 def _error(device: torch.device, dtype: torch.dtype) -> float:
-    """The relative difference between the same rows by both kernels."""
+    """The relative difference between the same rows by these kernels and the one for any GPU."""
     generator = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -51,7 +52,7 @@ def _error(device: torch.device, dtype: torch.dtype) -> float:
     scale = randn(1, _NUM_OUT).abs() / 10_000
     matrix = narrow_matrix("fp8", codes(_NUM_OUT), scale, group=_NUM_IN, rounds_inputs=True)
     many = RowCodes(codes(_ROWS), randn(_ROWS, 1).abs() / 100, dtype)
-    few = RowCodes(many.codes[-_FEW:], many.scale[-_FEW:], dtype)
+    some, few = (RowCodes(many.codes[-n:], many.scale[-n:], dtype) for n in (_SOME, _FEW))
     fewer = matrix._replace(codes=matrix.codes[:_FEWER_OUT], scale=scale[:, :_FEWER_OUT])
     residual = randn(_ROWS, _NUM_OUT).to(dtype)
 
@@ -70,14 +71,20 @@ def _error(device: torch.device, dtype: torch.dtype) -> float:
         scaled_product(out, x, matrix, num_splits=num_splits, adds=True)
         return out
 
+    def parts(x: RowCodes) -> Tensor:
+        out = x.scale.new_empty(2, len(x.codes), _NUM_OUT)
+        scaled_product(out, x, matrix, num_splits=2)
+        return out[1]
+
     ways = (
-        partial(plain, matrix=matrix),
-        partial(plain, matrix=fewer),
-        gated,
-        partial(added, num_splits=1),
-        partial(added, num_splits=2),
+        (partial(plain, matrix=matrix), (few, some, many)),
+        (partial(plain, matrix=fewer), (few, many)),
+        (gated, (few, some, many)),
+        (partial(added, num_splits=1), (few, many)),
+        (partial(added, num_splits=2), (few, many)),
+        (parts, (few, some)),
     )
-    pairs = [(partial(way, many), partial(way, few)) for way in ways]
-    compile_together([call for pair in pairs for call in pair], device)
-    outs = [[call().float()[-_FEW:] for call in pair] for pair in pairs]
-    return max(float((a - b).norm() / b.norm()) for a, b in outs)
+    calls = [[partial(way, x) for x in rows] for way, rows in ways]
+    compile_together([call for each in calls for call in each], device)
+    outs = [[call().float()[-_FEW:] for call in each] for each in calls]
+    return max(float((y - a).norm() / a.norm()) for a, *more in outs for y in more)

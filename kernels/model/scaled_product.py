@@ -4,9 +4,9 @@
 
 Nothing is converted, so many rows take half the time of 16-bit numbers. An output is summed in one
 order, however many rows there are, and whether the kernel for any GPU multiplies them, here, or one
-for Hopper GPUs: `few_rows_product`, `block_scaled_product`, `row_scaled_product`. Tensor cores add
-products of e4m3 with some 14 bits, as the library does for speed: an error of 0.3% of a result, a
-tenth of what rounding its inputs costs.
+for Hopper GPUs: `few_rows_product`, `block_scaled_product`, `row_scaled_few_rows`,
+`row_scaled_product`. Tensor cores add products of e4m3 with some 14 bits, as the library does for
+speed: an error of 0.3% of a result, a tenth of what rounding its inputs costs.
 """
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from .block_scaled_product import BLOCK_ROWS, block_scaled_product, is_for
 from .few_rows_product import FEW_ROWS, few_rows_product
 from .narrow_matrix import NarrowMatrix
 from .row_codes import RowCodes
+from .row_scaled_few_rows import MOST_ROWS, row_scaled_few_rows
 from .row_scaled_product import is_for as is_for_rows
 from .row_scaled_product import row_scaled_product
 from .silu_mul import silu
@@ -84,11 +85,15 @@ def scaled_product(
     is_even = share % _BLOCK_K == 0
     # Whether or not they are loaded ahead, these are summed last: any tile must sum in one order.
     last = _AHEAD if is_even and share > _AHEAD and num_groups == 1 else 0
-    if num_rows > _MANY_ROWS and is_whole and is_for_rows(matrix, num_splits=num_splits):
-        row_scaled_product(
-            out, x, matrix, bias, num_splits=num_splits, last=last, gated=gated, adds=adds
-        )
-        return
+    if num_rows > _AHEAD_ROWS and is_for_rows(matrix, num_splits=num_splits):
+        if num_rows > MOST_ROWS and is_whole:
+            row_scaled_product(
+                out, x, matrix, bias, num_splits=num_splits, last=last, gated=gated, adds=adds
+            )
+            return
+        if num_rows <= MOST_ROWS and not adds and (num_splits == 1 or not is_whole):
+            row_scaled_few_rows(out, x, matrix, bias, num_splits=num_splits, last=last, gated=gated)
+            return
     ahead = last if num_rows <= _AHEAD_ROWS else 0
     tile = _tile(num_rows, matrix, num_splits, ahead, has_two_sums=adds or num_groups > 1)
     num_tiles = triton.cdiv(num_out, tile["BLOCK_N"] // (2 if gated else 1)) * triton.cdiv(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from .._dispatch import is_hopper
-from ..triton_or_none import HAS_GLUON, gl, gluon, hopper
+from ..triton_or_none import HAS_GLUON, gl, gluon, hopper, triton
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,27 @@ def registers_of(num_warpgroups: int, copying: int, programs: int = 1) -> tuple[
     warps = 4 * num_warpgroups + 4  # those that copy count as four
     at_start = min(168, 2048 // (programs * warps) // 8 * 8)
     return at_start, (at_start * warps - 4 * copying) // (4 * num_warpgroups) // 8 * 8
+
+
+def shared_out(num_tiles: int, num_splits: int, num_sms: int, most: int) -> tuple[int, int]:
+    """How many tiles a program has, `most` at most, and how many programs a split: one for each
+    multiprocessor in all, or several of them one after the other.
+    """
+    at_once = num_sms * triton.cdiv(num_tiles * num_splits, num_sms * most)
+    tiles: int = triton.cdiv(num_tiles * num_splits, at_once)
+    return tiles, min(num_tiles, max(triton.cdiv(num_tiles, tiles), at_once // num_splits))
+
+
+@gluon.jit
+def tiles_of_program(num_out, OUTS: gl.constexpr):
+    """The first tile of a program, and how many it has: one a warpgroup, or one fewer.
+
+    Of each split the last programs have fewer: they start last, where the kernel that makes the
+    rows still runs.
+    """
+    num_tiles, here = (num_out + OUTS - 1) // OUTS, gl.program_id(0)
+    each, more = num_tiles // gl.num_programs(0), num_tiles % gl.num_programs(0)
+    return here * each + gl.minimum(here, more), each + (here < more).to(gl.int32)
 
 
 @gluon.jit

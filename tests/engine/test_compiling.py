@@ -18,6 +18,7 @@ from outrider.engine.models.loading import load_network
 from outrider.engine.models.network import captured_shapes, short_batches
 from outrider.engine.state.slots import Slots
 from outrider.kernels.model.narrow_matrix import narrow_matrix, round_to_fp8
+from outrider.kernels.model.row_scaled_few_rows import MOST_ROWS, rows_of
 
 
 @pytest.mark.parametrize("proposer", ["draft_model", "suffix"])
@@ -143,3 +144,15 @@ def test_short_passes_attend_in_every_way_that_captured_ones_do(
     captured = captured_shapes(max_num_seqs, rows_per_seq, 4096, True, 33)
     asked = {way(n, rows) for n, rows, _ in captured}
     assert {each for each in asked if each[1]} <= ways
+
+
+@pytest.mark.parametrize("rows_per_seq", [1, 4, 5, 9])
+@pytest.mark.parametrize("max_num_seqs", [8, 16, 64, 256])
+def test_short_passes_have_every_tile_of_rows_that_captured_ones_do(
+    max_num_seqs: int, rows_per_seq: int
+) -> None:
+    """A kernel that is compiled while graphs are captured has no other beside it."""
+    short = {n * rows for n, rows in short_batches(max_num_seqs, 4096, rows_per_seq)}
+    captured = {rows for _, rows, _ in captured_shapes(max_num_seqs, rows_per_seq, 4096, True, 33)}
+    tiles = [{rows_of(n) for n in each if 32 < n <= MOST_ROWS} for each in (short, captured)]
+    assert tiles[0] >= tiles[1]

@@ -24,6 +24,7 @@ from outrider.kernels.model.relu_squared import relu_squared
 from outrider.kernels.model.rms_norm import Norm, block_of_row, rms_norm
 from outrider.kernels.model.routing import Router, Routing, route
 from outrider.kernels.model.row_codes import RowCodes, round_rows
+from outrider.kernels.model.row_scaled_few_rows import row_scaled_few_rows
 from outrider.kernels.model.row_scaled_product import row_scaled_product
 from outrider.kernels.model.scaled_linear import scaled_linear
 from outrider.kernels.model.scaled_product import scaled_product
@@ -317,6 +318,48 @@ def test_products_of_rows_with_one_scale_are_one_behind_the_other(
     assert len(loops) == 4 * num_splits
     assert not any(re.search(r"\b(STL|LDL)\b", loop) for loop in loops), "registers are spilled"
     assert kernels[0].metadata.shared <= machine_code.H100.shared_bytes
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "num_in", "num_splits", "gated", "tiles"),
+    [
+        (160, 24576, 4096, 1, True, 3),
+        deep(256, 24576, 4096, 1, True, 3),
+        deep(64, 28672, 8192, 1, True, 4),
+        (256, 4096, 12288, 2, False, 1),
+    ],
+)
+def test_some_rows_with_one_scale_keep_a_block_of_products_under_way(
+    num_rows: int, num_out: int, num_in: int, num_splits: int, gated: bool, tiles: int
+) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        codes = empty(num_out, num_in, dtype=torch.float8_e4m3fn)
+        matrix = NarrowMatrix(
+            "fp8", codes, empty(1, num_out, dtype=torch.float32), None, num_in, num_in
+        )
+        x = RowCodes(
+            empty(num_rows, num_in, dtype=torch.float8_e4m3fn),
+            empty(num_rows, 1, dtype=torch.float32),
+            torch.bfloat16,
+        )
+        out = empty(num_rows, num_out // 2)
+        if not gated:
+            out = empty(num_splits, num_rows, num_out, dtype=torch.float32)
+        row_scaled_few_rows(out, x, matrix, None, num_splits=num_splits, last=512, gated=gated)
+    (kernel,) = kernels
+    assert kernel.metadata.shared <= machine_code.H100.shared_bytes
+    assert kernel.metadata.num_warps == 4 * tiles + 4
+    assert 32 * kernel.metadata.num_warps * kernel.metadata.maxnreg <= 1 << 16
+    code = machine_code.disassembled(kernel)
+    pending = 1 if num_rows in (64, 128) else 2
+    loops = re.findall(
+        rf"TRYWAIT((?:(?!TRYWAIT|DEPBAR).)*QGMMA.*?DEPBAR.LE gsb0, 0x{pending}.*?)\bBRA\b",
+        code,
+        re.DOTALL,
+    )
+    assert len(loops) == 2 * tiles  # the first block, and each of the others
+    assert not any(re.search(r"\b(STL|LDL)\b", loop) for loop in loops[1::2]), "spilled registers"
 
 
 def experts(layer: ExpertMatrix, activation: Activation, size: int) -> None:

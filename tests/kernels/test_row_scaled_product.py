@@ -1,6 +1,7 @@
-"""The product of many rows in FP8 on Hopper GPUs, where rows and outputs have a scale each.
+"""The products of some rows and of many in FP8 on Hopper GPUs, where rows and outputs have a scale
+each.
 
-On a CPU its kernel runs in plain torch.
+On a CPU the kernels run in plain torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from random_tensors import normals
 from torch import Tensor
 from verification import DEVICE
 
+from outrider.kernels.model import row_scaled_few_rows as few_rows
 from outrider.kernels.model import row_scaled_product as module
 from outrider.kernels.model import row_scaled_trial as trial
 from outrider.kernels.model import scaled_product as products
@@ -90,6 +92,53 @@ def test_it_is_the_product_of_the_numbers_that_codes_stand_for(
     assert (out - expected).norm() < 5e-3 * expected.norm()
 
 
+SOME = [
+    pytest.param(130, 40, 256, 1, False, False, 132, id="tails"),
+    pytest.param(5, 200, 1024, 1, False, True, 1, id="few, with a bias"),
+    pytest.param(200, 264, 768, 1, True, False, 2, id="gated"),
+    pytest.param(160, 300, 1280, 1, True, True, 3, id="gated with a bias, in turn"),
+    pytest.param(70, 192, 1280, 2, False, False, 132, id="two shares"),
+    pytest.param(256, 128, 1024, 4, False, False, 3, id="four shares"),
+    pytest.param(33, 192, 128, 1, True, False, 132, id="one block"),
+]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "num_in", "num_splits", "gated", "has_bias", "num_sms"), SOME
+)
+def test_some_rows_are_multiplied_alike(
+    num_rows: int,
+    num_out: int,
+    num_in: int,
+    num_splits: int,
+    gated: bool,
+    has_bias: bool,
+    num_sms: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "_row_scaled_few_rows_kernel"
+    monkeypatch.setattr(few_rows, "num_programs", lambda device, per_sm: per_sm * num_sms)
+    monkeypatch.setattr(few_rows, name, Kernel(None, num_rows, name))
+    x, randn = make_rows(num_rows, num_in, torch.bfloat16), normals(1)
+    matrix = make_matrix(2 * num_out if gated else num_out, num_in)
+    bias = randn(len(matrix.codes)).to(x.dtype) if has_bias else None
+    expected = x.codes.double() * x.scale @ dequantise(matrix, torch.float64).t()
+    if bias is not None:
+        expected += bias
+    if gated:
+        gate, up = expected.chunk(2, 1)
+        expected = torch.nn.functional.silu(gate) * up
+    shape = (num_rows, num_out) if num_splits == 1 else (num_splits, num_rows, num_out)
+    out = torch.full(shape, torch.nan, dtype=x.dtype if num_splits == 1 else torch.float32)
+    last = 512 if num_in // num_splits > 512 else 0
+    few_rows.row_scaled_few_rows(
+        out, x, matrix, bias, num_splits=num_splits, last=last, gated=gated
+    )
+    found = out if num_splits == 1 else out.sum(0)
+    assert (found - expected).norm() < 5e-3 * expected.norm()
+
+
 @interpreted
 @pytest.mark.parametrize("seed", range(5))
 def test_any_order_of_warps_and_copies_gives_the_same(
@@ -162,6 +211,24 @@ def test_rows_have_the_same_bits_among_many_as_among_few(
 
 
 @on_gpu
+@pytest.mark.parametrize(("num_out", "num_in", "num_splits"), [(4096, 2048, 2), (520, 4096, 4)])
+def test_parts_have_the_same_bits_among_some_rows_as_among_few(
+    num_out: int, num_in: int, num_splits: int
+) -> None:
+    matrix, x = make_matrix(num_out, num_in), make_rows(256, num_in, torch.bfloat16)
+
+    def parts(first: int, end: int) -> Tensor:
+        rows = RowCodes(x.codes[first:end], x.scale[first:end], x.dtype)
+        out = torch.empty(num_splits, end - first, num_out, device=DEVICE)
+        scaled_product(out, rows, matrix, num_splits=num_splits)
+        return out
+
+    few = torch.cat([parts(first, first + 32) for first in range(0, 256, 32)], 1)
+    for first, end in [(0, 33), (0, 64), (60, 156), (3, 131), (0, 160), (64, 255), (0, 256)]:
+        assert torch.equal(parts(first, end), few[:, first:end])
+
+
+@on_gpu
 def test_it_works_here() -> None:
     assert trial._error(DEVICE, torch.bfloat16) == 0.0
 
@@ -197,9 +264,14 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
         out: Tensor, x: RowCodes, matrix: NarrowMatrix, bias: Any = None, *, num_splits: int = 1,
         gated: bool = False, adds: bool = False,
     ) -> None:  # fmt: skip
-        module.row_scaled_product(
-            out, x, matrix, bias, num_splits=num_splits, last=0, gated=gated, adds=adds
-        )
+        if out.ndim == 3 or (len(out) == trial._SOME and not adds):
+            few_rows.row_scaled_few_rows(
+                out, x, matrix, bias, num_splits=num_splits, last=0, gated=gated
+            )
+        else:
+            module.row_scaled_product(
+                out, x, matrix, bias, num_splits=num_splits, last=0, gated=gated, adds=adds
+            )
 
     failed: set[torch.device] = set()
     monkeypatch.setattr(module, "has_warpgroups", lambda _: True)
@@ -224,12 +296,15 @@ def test_a_kernel_that_works_is_used(
     tried: Callable[..., bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernel = Kernel(2, name="_row_scaled_kernel")
+    some = Kernel(None, name="_row_scaled_few_rows_kernel")
     monkeypatch.setattr(module, "_row_scaled_kernel", kernel)
+    monkeypatch.setattr(few_rows, "_row_scaled_few_rows_kernel", some)
     assert not tried(block_scaled.make_matrix)  # which it is not for: not tried
     assert kernel.num_launches == 0
     assert tried()
     assert tried()
-    assert kernel.num_launches == 10  # once for all matrices, in five ways, many rows and few
+    # Once for all matrices: in five ways many rows and few; in two some, and parts of both.
+    assert (kernel.num_launches, some.num_launches) == (10, 4)
     assert not caplog.records
 
 
@@ -263,7 +338,9 @@ def test_what_fails_on_a_gpu_goes_on_by_the_other_kernel_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    some = Kernel(None, name="_row_scaled_few_rows_kernel")
     monkeypatch.setattr(module, "_row_scaled_kernel", kernel)
+    monkeypatch.setattr(few_rows, "_row_scaled_few_rows_kernel", some)
     assert not tried()
     assert not tried()
     [record] = caplog.records
@@ -277,12 +354,17 @@ class Nothing:
 
 
 @interpreted
-@pytest.mark.parametrize(("num_rows", "calls"), [(256, 0), (257, 1)])
-def test_many_rows_take_it(num_rows: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
+@pytest.mark.parametrize(
+    ("num_rows", "calls"), [(32, []), (33, ["some"]), (256, ["some"]), (257, ["many"])]
+)
+def test_some_rows_and_many_take_them(
+    num_rows: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
     monkeypatch.setattr(module, "has_warpgroups", lambda _: True)
-    monkeypatch.setattr(products, "row_scaled_product", lambda *_, **__: taken.append(1))
+    monkeypatch.setattr(products, "row_scaled_few_rows", lambda *_, **__: taken.append("some"))
+    monkeypatch.setattr(products, "row_scaled_product", lambda *_, **__: taken.append("many"))
     monkeypatch.setattr(products, "_scaled_kernel", Nothing())
     out = torch.empty(num_rows, 256, dtype=torch.bfloat16)
     scaled_product(out, make_rows(num_rows, 512, torch.bfloat16), make_matrix(256, 512))
-    assert len(taken) == calls
+    assert taken == calls
