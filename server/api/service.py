@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
 
-from outrider.engine.api import EngineInfo, NewRequest
+from outrider.engine.api import EngineInfo, NewRequest, SamplingParams
 from outrider.engine.processes.client import EngineClient, EngineUnavailableError
 from outrider.engine.processes.heap import give_memory_back
 
@@ -229,54 +229,9 @@ class Service:
         return await off_loop(num_bytes, self._samples, asked)
 
     def _samples(self, asked: Asked) -> list[Sample]:
-        fields, max_tokens = self.sampling_defaults.fill(asked.fields), asked.max_tokens
-        for prompt in asked.prompts:
-            self._check_prompt(prompt, param=asked.param, max_tokens=max_tokens)
-        self.check_token_ids(fields.stop_token_ids, "stop_token_ids")
-        self.check_token_ids(fields.logit_bias, "logit_bias")
-        self.check_token_ids(fields.allowed_token_ids or (), "allowed_token_ids")
-        self._check_named(fields, asked.logprobs)
-        if fields.min_tokens > max_tokens:
-            raise invalid_value(
-                "min_tokens",
-                f"min_tokens is {fields.min_tokens}, above max_tokens ({max_tokens}).",
-            )
-        options = TextOptions(
-            stop=fields.stop_strings,
-            include_stop=fields.include_stop_str_in_output,
-            detokenize=fields.detokenize,
-            spaces_between_special=fields.spaces_between_special_tokens,
-            skipped_ids=(
-                self.tokenizer.special_ids - asked.shown_special_ids
-                if fields.skip_special_tokens
-                else frozenset()
-            ),
-        )
-        seed = request_seed(fields.seed)
-        bad_words = bad_word_ids(fields.bad_words, self.tokenizer)
-        check_answer_size(
-            self.settings.max_answer_bytes,
-            asked,
-            bad_words=bad_words,
-            max_drafts=self.engine_info.max_drafts,
-        )
-        params = [
-            sampling_params(
-                fields,
-                max_tokens=max_tokens,
-                logprobs=asked.logprobs,
-                logprob_token_ids=tuple(fields.logprob_token_ids or ()),
-                prompt_logprobs=max(
-                    (num for num in asked.prompt_logprobs if num is not None), default=None
-                ),
-                seed=sample_seed(seed, i),
-                bad_words=bad_words,
-                grammar=asked.grammar,
-            )
-            for i in range(fields.num_samples)
-        ]
-        if any(asked.thinking):
-            params = [replace(p, thinking=budget) for budget in asked.thinking for p in params]
+        fields = self.sampling_defaults.fill(asked.fields)
+        self._check_asked(fields, asked)
+        params, options = self._params(fields, asked), self._text_options(fields, asked)
         unique, named = uuid.uuid4().hex, fields.speculation.sources
         sources = None if named is None else tuple(ALSO_CALLED.get(name, name) for name in named)
         return [
@@ -299,6 +254,63 @@ class Service:
             )
             for index in range(len(asked.prompts) * fields.num_samples)
         ]
+
+    def _params(self, fields: ChoiceFields, asked: Asked) -> list[SamplingParams]:
+        """Those of `num_samples` samples: of any prompt, or with budgets of thoughts of one prompt
+        after the other. Raises APIError if the request may need more memory than one has.
+        """
+        seed = request_seed(fields.seed)
+        bad_words = bad_word_ids(fields.bad_words, self.tokenizer)
+        check_answer_size(
+            self.settings.max_answer_bytes,
+            asked,
+            bad_words=bad_words,
+            max_drafts=self.engine_info.max_drafts,
+        )
+        params = [
+            sampling_params(
+                fields,
+                max_tokens=asked.max_tokens,
+                logprobs=asked.logprobs,
+                logprob_token_ids=tuple(fields.logprob_token_ids or ()),
+                prompt_logprobs=max(
+                    (num for num in asked.prompt_logprobs if num is not None), default=None
+                ),
+                seed=sample_seed(seed, i),
+                bad_words=bad_words,
+                grammar=asked.grammar,
+            )
+            for i in range(fields.num_samples)
+        ]
+        if any(asked.thinking):
+            params = [replace(p, thinking=budget) for budget in asked.thinking for p in params]
+        return params
+
+    def _text_options(self, fields: ChoiceFields, asked: Asked) -> TextOptions:
+        return TextOptions(
+            stop=fields.stop_strings,
+            include_stop=fields.include_stop_str_in_output,
+            detokenize=fields.detokenize,
+            spaces_between_special=fields.spaces_between_special_tokens,
+            skipped_ids=(
+                self.tokenizer.special_ids - asked.shown_special_ids
+                if fields.skip_special_tokens
+                else frozenset()
+            ),
+        )
+
+    def _check_asked(self, fields: ChoiceFields, asked: Asked) -> None:
+        for prompt in asked.prompts:
+            self._check_prompt(prompt, param=asked.param, max_tokens=asked.max_tokens)
+        self.check_token_ids(fields.stop_token_ids, "stop_token_ids")
+        self.check_token_ids(fields.logit_bias, "logit_bias")
+        self.check_token_ids(fields.allowed_token_ids or (), "allowed_token_ids")
+        self._check_named(fields, asked.logprobs)
+        if fields.min_tokens > asked.max_tokens:
+            raise invalid_value(
+                "min_tokens",
+                f"min_tokens is {fields.min_tokens}, above max_tokens ({asked.max_tokens}).",
+            )
 
     def _check_named(self, fields: ChoiceFields, logprobs: int | None) -> None:
         """Raise APIError if the tokens whose logprobs it names cannot be reported."""
