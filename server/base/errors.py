@@ -48,7 +48,7 @@ def route_path(scope: Scope) -> str:
 def path_within(path: str, *prefixes: str) -> str:
     """The path without these prefixes, and without a slash at its end."""
     for prefix in prefixes:
-        if path.startswith(f"{prefix}/"):
+        if f"{path}/".startswith(f"{prefix}/"):
             path = path.removeprefix(prefix)
     # /ui is a folder, unlike all else
     return path if path.startswith("/ui/") else path.rstrip("/") or "/"

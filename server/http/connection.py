@@ -26,7 +26,7 @@ check_reached(
     *("connections", "cycle", "expect_100_continue", "headers", "logger", "loop", "parser"),
     *("pipeline", "scope", "transport"),
     *("_should_upgrade", "_start_asgi_task", "_unset_keepalive_if_required"),
-    *("on_response_complete", "send_400_response"),
+    *("on_message_complete", "on_response_complete", "send_400_response"),
 )
 check_reached(
     "uvicorn",
@@ -168,7 +168,12 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._stray_bytes = 0
-        super().on_body(body)
+        if not self.transport.is_closing():  # else this request was refused, and has no cycle
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.transport.is_closing():
+            super().on_message_complete()
 
     # ---- called by uvicorn
 

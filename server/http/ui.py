@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
+
+from ..base.errors import route_path
 
 FILES = Path(__file__).parents[1] / "ui"
 
@@ -31,7 +33,11 @@ def add_ui(api: FastAPI) -> None:
 
     @api.get("/", include_in_schema=False)
     @api.get("/ui", include_in_schema=False)
-    async def ui() -> Response:
-        return RedirectResponse("ui/")  # relative, because a proxy may add a prefix
+    async def ui(request: Request) -> Response:
+        # Relative, because a proxy may add a prefix. The path may end with our own: /models/a.
+        last = request.scope["raw_path"].decode("latin-1").rpartition("/")[2]
+        if not last or route_path(request.scope) == "/ui":
+            return RedirectResponse("ui/")
+        return RedirectResponse(f"{last}/ui/")
 
     api.mount("/ui", _Files(directory=FILES, html=True))

@@ -267,6 +267,17 @@ def test_a_full_server_says_that_it_lives_once_a_connection(full: str, path: str
     assert answer.count(b"HTTP/1.1") == 1
 
 
+@pytest.mark.parametrize("request_bytes", [VERSION, post(LENGTH, OK), post(LENGTH, OK) * 2])
+def test_a_request_that_finds_the_server_full_is_not_called_invalid(
+    full: str, request_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connect(full) as client:
+        client.sendall(request_bytes)
+        answer = to_the_end(client)
+    assert (answer.count(b"HTTP/1.1"), answer[9:12]) == (1, b"503")
+    assert "Invalid" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 from asgi import Call, get, post
@@ -38,10 +39,15 @@ def test_every_file_of_the_page_is_part_of_the_package() -> None:
     assert [name for name in names if not any(fnmatch(name, each) for each in patterns)] == []
 
 
-@pytest.mark.parametrize("path", ["/", "/ui"])
-def test_a_shorter_address_leads_to_it_without_a_key(serve: Serve, path: str) -> None:
-    reply = get(serve(api_keys=("one",)).app, path)
-    assert (reply.status, reply.headers["location"]) == (307, "ui/")
+@pytest.mark.parametrize("root_path", ["", "/models/a"])
+@pytest.mark.parametrize("path", ["", "/", "/ui"])
+def test_a_shorter_address_leads_to_it_without_a_key(
+    serve: Serve, root_path: str, path: str
+) -> None:
+    given = root_path + path or "/"
+    reply = get(serve(api_keys=("one",), root_path=root_path).app, given)
+    assert reply.status == 307
+    assert urljoin(given, reply.headers["location"]) == f"{root_path}/ui/"
 
 
 @pytest.mark.parametrize("path", ["/ui/../info", "/ui/%2e%2e/info", "/ui/../http/app.py", "/uix"])
