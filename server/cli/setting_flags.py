@@ -71,12 +71,17 @@ def _annotation(key: str, schemas: dict[str, Any]) -> Any:
     kind = next(each["type"] for each in kinds if each.get("type") not in (None, "null"))
     default = schema.get("default")
     # An unset setting's description says what that means.
-    shown = "" if default in (None, "", []) else f" [default: {default}]"
+    shown = f" [default: {default}]"
+    if default in (None, "", []):
+        shown = ""
+    elif isinstance(default, list):
+        shown = f" [default: {', '.join(default)}]"
     choices = next((each["enum"] for each in kinds if "enum" in each), None)
     choices = choices or [each["const"] for each in kinds if "const" in each]
     if len(choices) > MAX_CHOICES:  # for one line; the text lists them
         choices = []
     text = schema["description"] + ("" if choices else allowed_values(schema))
+    text += " Repeatable." if is_list(key) else ""
     panel = _PANELS[section]
     if kind == "boolean":
         shown = "" if default is None else f" [default: {'on' if default else 'off'}]"

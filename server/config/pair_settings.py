@@ -1,13 +1,12 @@
 """Settings of the target, of the draft, and of what drafts and how much."""
 
-from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator
 
 from outrider.engine.api import MAX_K, SourceName
 
-from .section import SettingsSection
+from .section import SettingPath, SettingsSection
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DEFAULT_DRAFT = "smollm2-135m-instruct-draft"
@@ -66,7 +65,7 @@ class TargetSettings(_ModelSettings):
         "draft is whole on the first unless draft.tensor_parallel is set. Unset: 1 if the pair "
         "fits on one GPU, else the fewest of the visible GPUs that it fits on; on a CPU 1.",
     )
-    chat_template: Path | None = Field(
+    chat_template: SettingPath | None = Field(
         default=None,
         description="File with a Jinja template, which makes prompts of chats. Unset: the model's "
         "own.",

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from outrider.engine.api import MAX_LOGPROBS
 
-from .section import SettingsSection
+from .section import SettingPath, SettingsSection
 
 # However the server is set. Of biases and bad words the engine has no room for more, with what
 # else goes into the same tables.
@@ -50,7 +50,7 @@ class ServerSettings(SettingsSection):
     port: int = Field(
         default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one."
     )
-    uds: Path | None = Field(
+    uds: SettingPath | None = Field(
         default=None,
         description="Unix socket to listen on, instead of host and port. Not with metrics_port, "
         "or with more than one of api_workers.",
@@ -95,7 +95,7 @@ class ServerSettings(SettingsSection):
         description="Bearer keys. Every route asks for one, except /health, /live, /ready and the "
         "files of /ui. Empty: no key is needed.",
     )
-    api_key_file: Path | None = Field(
+    api_key_file: SettingPath | None = Field(
         default=None,
         description="File with further keys, one per line; they do not show in the process list.",
     )
@@ -104,7 +104,7 @@ class ServerSettings(SettingsSection):
         description="Further keys, whose requests may also set `priority`. If the server has any "
         "keys, no other requests may.",
     )
-    priority_api_key_file: Path | None = Field(
+    priority_api_key_file: SettingPath | None = Field(
         default=None, description="File with further keys that may set `priority`, one per line."
     )
     share_cache_between_keys: bool = Field(
@@ -132,10 +132,12 @@ class ServerSettings(SettingsSection):
         default=False,
         description="Let these pages send cookies and other credentials.",
     )
-    tls_certificate: Path | None = Field(
+    tls_certificate: SettingPath | None = Field(
         default=None, description="PEM file; with tls_key, the server speaks HTTPS."
     )
-    tls_key: Path | None = Field(default=None, description="PEM file of the certificate's key.")
+    tls_key: SettingPath | None = Field(
+        default=None, description="PEM file of the certificate's key."
+    )
     otlp_endpoint: str | None = Field(
         default=None,
         pattern="^https?://.",

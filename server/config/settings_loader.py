@@ -135,8 +135,9 @@ def _from_flags(flags: Mapping[str, object], names: Mapping[str, str]) -> Iterat
     for key, value in flags.items():
         _check_key(key, "flag")
         if value is not None:
-            shown = "" if isinstance(value, (bool, list, tuple)) else f" {value}"
-            yield key, (value, f"{names.get(key, key)}{shown}")
+            texts = value if isinstance(value, (list, tuple)) else [value]
+            shown = [] if isinstance(value, bool) else [", ".join(map(str, texts))]
+            yield key, (value, " ".join([names.get(key, key), *shown]))
 
 
 def _check_key(key: str, source: str) -> None:
@@ -145,6 +146,8 @@ def _check_key(key: str, source: str) -> None:
 
 
 def _unknown(given: str, valid: Iterable[str], kind: str) -> str:
+    if given in Settings.model_fields:
+        return f"`{given}` is a section: name one of its keys, as in `{given}.KEY`"
     choices = list(valid)
     # A correct key in a wrong section is as likely as a misspelt one: compare the last part too.
     same_name = [choice for choice in choices if choice.split(".")[-1] == given.split(".")[-1]]
@@ -187,7 +190,8 @@ def _describe(error: ValidationError, given: Mapping[str, tuple[object, str]]) -
         if "api_keys" in key:
             lines.append(f"`{key}`: {message}")
         elif source.startswith("-") and not source.startswith("--set "):  # it shows the value
-            lines.append(f"{source}: {message}")
+            several = "; repeat the flag for several" if is_list(key) else ""
+            lines.append(f"{source}: {message}{several}")
         else:
             lines.append(f"{source}: `{key}` is {value!r}: {message}")
     return "\n".join(lines)

@@ -42,6 +42,8 @@ def bind_unix(path: Path) -> socket.socket:
     """Listen at this path; replaces the socket of a dead server. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        if path.exists() and not path.is_socket():
+            raise FileExistsError(errno.EEXIST, "something else than a socket is there")
         if path.is_socket():
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
@@ -49,7 +51,7 @@ def bind_unix(path: Path) -> socket.socket:
         listener.bind(str(path))
         listener.listen()
     except OSError as error:
-        raise OSError(f"cannot listen at {path}: {error.strerror}") from None
+        raise OSError(f"cannot listen at {path} (server.uds): {error.strerror}") from None
     return listener
 
 

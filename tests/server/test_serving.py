@@ -121,8 +121,9 @@ def test_server_can_listen_at_a_unix_socket(serve: Serve, tmp_path: Path) -> Non
         with pytest.raises(OSError, match="Address already in use"):
             bind_unix(path)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError, match="cannot listen at"):
-        bind_unix(tmp_path / "file")
+    for taken in (tmp_path, tmp_path / "file"):
+        with pytest.raises(OSError, match="something else than a socket is there"):
+            bind_unix(taken)
     assert (tmp_path / "file").read_text() == "mine"
     for others in ({"api_workers": 2}, {"metrics_port": 9000}):
         with pytest.raises(ValueError, match="one socket"):

@@ -11,7 +11,12 @@ from outrider.server.cli import app
 from outrider.server.config.flags import flag_names
 from outrider.server.config.server_settings import MAX_BAD_WORDS, MAX_LOGIT_BIASES
 from outrider.server.config.settings import Settings
-from outrider.server.config.settings_loader import SettingsError, load_settings, setting_keys
+from outrider.server.config.settings_loader import (
+    SettingsError,
+    is_list,
+    load_settings,
+    setting_keys,
+)
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -335,6 +340,24 @@ def test_help_of_every_command_has_types_that_people_read(
     assert [line for line in options if "<" in line or line.endswith(" None")] == []
 
 
+@pytest.mark.parametrize(
+    "key", sorted(setting_keys().keys() - {"server.root_path", "cache.kv_events_topic"})
+)
+def test_an_empty_text_in_a_file_is_no_value(key: str, tmp_path: Path) -> None:
+    section, name = key.split(".")
+    (tmp_path / "config.toml").write_text(f'[{section}]\n{name} = ""\n')
+    with pytest.raises(SettingsError, match=name):
+        load_settings(tmp_path / "config.toml", environ={})
+
+
+def test_help_says_which_flags_are_repeatable() -> None:
+    shown = CliRunner().invoke(app, ["serve", "--help"]).output
+    several = [key for key in setting_keys() if is_list(key)]
+    assert shown.count("Repeatable.") == len(several) > 5
+    assert "[default: auto]" in shown
+    assert "['" not in shown
+
+
 def test_flags_set_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Settings] = []
     monkeypatch.setattr("outrider.server.cli.serving.serve", lambda s: served.append(s) or 0)
@@ -357,6 +380,10 @@ def test_flags_set_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--max-model-len", "many"], "--max-model-len many: it must be a whole number"),
         (["--dtype", "int4"], "--dtype int4: it must be 'auto', 'float32', 'bfloat16' or"),
         (["--shutdown-timeout", "nan"], "--shutdown-timeout nan: it must be a number"),
+        (["--proposer", "suffix,grammar"], "--proposer suffix,grammar: it must be 'auto', 'none'"),
+        (["--proposer", "suffix,grammar"], "'head'; repeat the flag for several"),
+        (["--api-key-file", ""], "--api-key-file : it must not be empty"),
+        (["--set", "server=5"], "`server` is a section: name one of its keys"),
         (["./no-such-model"], "'./no-such-model' does not exist"),
         (["a/b", "--model", "c/d"], "MODEL and --model name the same thing"),
     ],
