@@ -1,6 +1,7 @@
 """What a command says when it cannot go on."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -14,11 +15,20 @@ def give_up(why: object, status: int) -> NoReturn:
     raise typer.Exit(status)
 
 
-def check_folders(*files: Path | None) -> None:
+def unwritable(file: Path) -> str | None:
+    """Why a file could not be written in the end; None if it could. It is not touched."""
+    if not file.parent.is_dir():
+        return "No such directory"
+    if file.is_dir():
+        return "Is a directory"
+    return None if os.access(file if file.exists() else file.parent, os.W_OK) else "Not writable"
+
+
+def check_files(*files: Path | None) -> None:
     """Give up on files that could not be written in the end, before anything else is done."""
     for file in files:
-        if file and not file.parent.is_dir():
-            give_up(f"{file.parent} is no directory; make it first", 2)
+        if file and (why := unwritable(file)):
+            give_up(f"{file}: {why}; name another file", 2)
 
 
 @contextlib.contextmanager

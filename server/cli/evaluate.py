@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from .errors import check_folders, errors_shown, give_up
+from .errors import check_files, errors_shown, give_up
 from .options import (
     ConfigOption,
     DraftOption,
@@ -96,7 +96,9 @@ def evaluate_command(
         )
     if check_exact and (json_file or plot_file):
         give_up("--check-exact measures nothing: leave out --json and --plot", 2)
-    check_folders(json_file, plot_file)
+    check_files(json_file, plot_file)
+    if plot_file and plot_file.suffix != ".png":
+        give_up(f"--plot {plot_file}: the plot is a PNG file; name one that ends in .png", 2)
     if plot_file and importlib.util.find_spec("matplotlib") is None:
         give_up("--plot needs matplotlib: pip install 'outrider[plot]'", 2)
     from outrider.engine.engine import Engine

@@ -8,7 +8,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from .errors import errors_shown
+from .errors import errors_shown, unwritable
 from .options import (
     ConfigOption,
     DraftOption,
@@ -70,8 +70,8 @@ def _opened(flag: str, name: str) -> IO[bytes]:
 def _check_output(name: str, given: IO[bytes]) -> None:
     """Check before minutes of loading. The file is opened, and so emptied, only after them."""
     path = Path(name)
-    if name != "-" and not path.parent.is_dir():
-        raise OSError(f"--output {name}: No such directory")
+    if name != "-" and (why := unwritable(path)):
+        raise OSError(f"--output {name}: {why}")
     if path.is_file() and os.path.samestat(path.stat(), os.fstat(given.fileno())):
         raise OSError(f"--output {name}: the same file as --input; name another")
 

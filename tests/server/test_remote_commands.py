@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 
 from outrider.engine.api import NewRequest, RequestOutput
 from outrider.server.cli import app
+from outrider.server.cli.errors import unwritable
 from outrider.server.cli.painter import Painter
 from outrider.server.evaluation.load import percentile
 from outrider.server.evaluation.remote import has_tokens
@@ -322,7 +323,21 @@ def test_bench_says_if_nothing_was_drafted(serve: Serve) -> None:
         assert "drafted nothing" in result.stdout
         result = outrider("bench", url, "-c", "1", "--max-tokens", "9999")
         assert (result.exit_code, "maximum context length" in result.stderr) == (1, True)
-    assert outrider("bench", NOWHERE, "--json", "/nowhere/out.json").exit_code == 2
+
+
+@pytest.mark.parametrize("file", ["/nowhere/out.json", "/"])
+def test_bench_refuses_first_what_it_could_not_write(file: str) -> None:
+    assert outrider("bench", NOWHERE, "--json", file).exit_code == 2
+
+
+def test_a_file_that_may_not_be_written_is_known_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old").touch()
+    assert [unwritable(tmp_path / name) for name in ("old", "new")] == [None, None]
+    for locked in (tmp_path / "old", tmp_path):  # a test may run as root, who may write all
+        monkeypatch.setattr("os.access", lambda path, mode, locked=locked: path != locked)
+        assert unwritable(tmp_path / ("old" if locked.is_file() else "new")) == "Not writable"
 
 
 def test_percentiles_are_values_that_were_measured() -> None:
