@@ -103,7 +103,10 @@ class ForwardBatch:
 
     @staticmethod
     def unpack(packed: Tensor, shape: Shape, slots: Slots, ahead: int = 0) -> "ForwardBatch":
-        """The batch of `HostBatch.packed`; a row reads the token `ahead` places after its own."""
+        """The batch of `HostBatch.packed`; a row reads the token `ahead` places after its own.
+
+        Shape: packed [packed_len(num_seqs)].
+        """
         num_seqs, num_rows, num_logits = shape
         sequences = packed.view(4, -1)[:, :num_seqs]
         rows, input_ids, logits_rows = lay_out(

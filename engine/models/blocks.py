@@ -28,7 +28,7 @@ class Block:
     def __call__(
         self, x: Tensor, normed: Rows | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Rows | None:
-        """Shape: x, normed [T, hidden]; returns next_norm(x) or None."""
+        """As a part's: x passes through the block in place. Shape: x, normed [T, hidden]."""
         next_norms = *(part.norm for part in self.parts[1:]), next_norm
         for part, norm in zip(self.parts, next_norms, strict=True):
             normed = part(x, normed, norm, batch)

@@ -206,7 +206,10 @@ class CompiledDecoder(Decoder):
         return computed if taps is None else computed._replace(taps=taps.to(self.dtype))
 
     def place_of_logits(self, num_rows: int) -> Tensor:
-        """The tensor to write this many rows of logits to; tokens that are not drafted get -inf."""
+        """The tensor to write this many rows of logits to; tokens that are not drafted get -inf.
+
+        Shape: -> [num_rows, V].
+        """
         if self._logits is not None and num_rows <= len(self._logits):
             return self._logits[:num_rows]
         logits = torch.full((num_rows, self.vocab_size), -torch.inf, dtype=self.dtype)

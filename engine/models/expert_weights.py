@@ -65,7 +65,7 @@ class ExpertWeights(Weight):
         activation: Activation,
         wanted: RowFormat | None,
     ) -> PairRows:
-        """As `expert_activations`."""
+        """As `expert_activations`. Shape: x [T, K] -> [T * k, N] or, gated, [T * k, N / 2]."""
 
     @abstractmethod
     def add_to(

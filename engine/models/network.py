@@ -229,7 +229,10 @@ class Network(PagedLayers):
         """
 
     def place_of_logits(self, num_rows: int) -> Tensor | None:
-        """The tensor to write this many rows of logits to; None: allocate a new one."""
+        """The tensor to write this many rows of logits to; None: allocate a new one.
+
+        Shape: -> [num_rows, V].
+        """
         if self._logits is None or num_rows > len(self._logits):
             return None
         return self._logits[:num_rows]

@@ -346,7 +346,7 @@ class Linear(Layer[Matrix]):
     def of_normed(
         self, x: Tensor, normed: Rows | None, norm: Norm | None, *, gated: bool = False
     ) -> Tensor:
-        """The layer of norm(x), which is there already if `normed` is not None."""
+        """The layer of norm(x), or of `normed` if that is there. Shape: x, normed [T, K]."""
         if normed is None:
             return self(x, norm=norm, gated=gated)
         return self(normed, gated=gated)

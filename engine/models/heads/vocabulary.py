@@ -17,7 +17,10 @@ log = logging.getLogger(__name__)
 
 
 def read_embedding(config: HeadConfig, checkpoint: Checkpoint, target: Network) -> Tensor:
-    """The head's own embedding, or the target's if it has none or a copy."""
+    """The head's own embedding, or the target's if it has none or a copy. Shape: -> [V, hidden].
+
+    Raises HeadError if the target's has another width.
+    """
     theirs, width, name = target.input_embedding, config.layers.hidden_size, "embed_tokens.weight"
     if name not in checkpoint:
         if theirs.shape[1] != width:
@@ -33,7 +36,10 @@ def read_embedding(config: HeadConfig, checkpoint: Checkpoint, target: Network) 
 def read_mtp_embedding(
     config: Any, path: str, checkpoint: AnyCheckpoint, target: Network
 ) -> Tensor:
-    """The target's embedding, or the own one of an MTP head whose config says that it has one."""
+    """The target's embedding, or the own one of an MTP head whose config says that it has one.
+
+    Shape: -> [V, hidden].
+    """
     if not getattr(config, "mtp_use_dedicated_embeddings", False):
         return target.input_embedding
     if _MTP_EMBEDDING in checkpoint:
@@ -47,7 +53,10 @@ def read_mtp_embedding(
 
 
 def read_output_layer(config: HeadConfig, checkpoint: Checkpoint, target: Network) -> Linear:
-    """The head's own output layer, or the target's if it has none."""
+    """The head's own output layer, or the target's if it has none.
+
+    Raises HeadError if the target's has another size.
+    """
     width = config.layers.hidden_size
     if f"{OUTPUT_LAYER}.weight" in checkpoint or config.block is None:
         return checkpoint.linear(width, {OUTPUT_LAYER: config.draft_vocab_size})
@@ -61,7 +70,10 @@ def read_output_layer(config: HeadConfig, checkpoint: Checkpoint, target: Networ
 
 
 def read_target_ids(config: HeadConfig, checkpoint: Checkpoint, target: Network) -> Tensor | None:
-    """The target's id for each id of the draft; None if they are equal."""
+    """The target's id for each id of the draft; None if they are equal. Shape: -> [V'].
+
+    Raises HeadError if the head drafts tokens that the target does not have, or does not say which.
+    """
     vocab_size, size = len(target.input_embedding), config.draft_vocab_size
     config.check_vocabulary(vocab_size)
     if "d2t" not in checkpoint:

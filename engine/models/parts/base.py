@@ -53,7 +53,11 @@ class Part(Layered, ABC):
     def __call__(
         self, x: Tensor, normed: Rows | None, next_norm: Norm | None, batch: ForwardBatch
     ) -> Rows | None:
-        """Shape: x, normed [T, hidden]; returns next_norm(x) or None."""
+        """Add the part's outputs to the residual stream x, in place.
+
+        `normed` is norm(x), or None: then the part applies its norm. Returns next_norm(x), for the
+        part behind, if that comes cheaply, else None. Shape: x, normed [T, hidden].
+        """
 
     @property
     def keeps_rows(self) -> bool:
@@ -71,7 +75,10 @@ class Part(Layered, ABC):
         return x[kept.rows]
 
     def add(self, x: Tensor, layer: Linear, y: Rows, next_norm: Norm | None) -> Rows | None:
-        """Add what its last layer makes of y to x; returns next_norm(x) or None."""
+        """Add what its last layer makes of y to x; returns next_norm(x) or None.
+
+        Shape: x [T, hidden], y [T, inputs of the layer].
+        """
         if self.post_norm is None and self.factor == 1:
             return layer.add_to(x, y, norm=next_norm)
         added = layer(y)

@@ -98,7 +98,7 @@ class DeltaNet(Part):
 
 def rows_by_kind(heads: StateHeads) -> Tensor:
     """Of rows that lie by key head (q, k, v, z of each, then b, a of each), the order in which
-    they are q, k, v, z, b, a of all heads.
+    they are q, k, v, z, b, a of all heads. Shape: -> [rows]
     """
     num_key_heads = heads.num_key_heads
     repeats = heads.num_value_heads // num_key_heads

@@ -34,7 +34,10 @@ class HeadStates(SlotState):
         return [-(-size // _ALIGNMENT) * _ALIGNMENT for size in fields]
 
     def bind(self, memory: Tensor, max_drafts: int, dtype: torch.dtype, start: int = 0) -> None:
-        """Keep it here, and find out by which kernel rows pass through it."""
+        """Keep it here, and find out by which kernel rows pass through it.
+
+        Shape: memory [slots, bytes of a slot].
+        """
         heads = self.heads
         try_cells(heads, dtype, memory.device)
         state, ring, num_rows = memory.split(self._sizes(max_drafts, dtype), 1)
