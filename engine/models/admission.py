@@ -80,14 +80,22 @@ def check_config(hf_config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
     if getattr(text_config, "num_hidden_layers", 1) < 1:
         raise UnsupportedModelError("it has no layers")
-    window = getattr(text_config, "sliding_window", None)
-    if "sliding_attention" in layer_types and window is None:
+    states_window = "sliding_attention" in layer_types and not layers_differ(text_config)
+    if states_window and getattr(text_config, "sliding_window", None) is None:
         raise UnsupportedModelError(
             "it has layers with a window, but its sliding_window is not set"
         )
     rope_types = _rope_types(text_config)
     if "dynamic" in rope_types:
         raise UnsupportedModelError("its dynamic RoPE depends on the whole batch")
+
+
+def layers_differ(text_config: PreTrainedConfig) -> bool:
+    """Whether layers have fields of their own (`per_layer_config`), which cannot be read of all.
+
+    transformers 5.17 does not know that.
+    """
+    return getattr(text_config, "is_heterogeneous", False)
 
 
 def keeps_state(hf_config: PreTrainedConfig) -> bool:

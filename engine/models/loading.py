@@ -271,8 +271,8 @@ class _Loader:
 
     def whole_model(self) -> Network:
         """The model as transformers has it."""
-        check_masks(self.hf_config)
         with failures_explained():
+            check_masks(self.hf_config)
             network = HuggingFaceModel(
                 self.config,
                 self.hf_config,

@@ -20,6 +20,7 @@ check_reached(
     PreTrainedModel,
     *("_is_stateful", "_keys_to_ignore_on_load_unexpected", "is_backend_compatible"),
 )
+check_reached("transformers", AutoModelForCausalLM, "_model_mapping")
 
 
 def load_pretrained(
@@ -46,6 +47,11 @@ def load_pretrained(
     else:
         # Not the folder: transformers reads model.safetensors though there is an index, and of two
         # tensors of one name the last. Without a folder it must be given the class.
+        if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
+            raise UnsupportedModelError(
+                "transformers generates text alone with no model of this type; take a checkpoint "
+                "of its text, if there is one"
+            )
         source = {"pretrained_model_name_or_path": None, "state_dict": _tensors(path)}
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(

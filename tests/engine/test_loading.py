@@ -162,3 +162,9 @@ def test_a_model_of_transformers_needs_no_accelerate_on_a_cpu(
         monkeypatch.setattr(module, "is_accelerate_available", lambda: False)
     config = ModelConfig(path=str(tiny_model("gpt2")))
     assert isinstance(load_network(config, torch.device("cpu")), HuggingFaceModel)
+
+
+def test_a_model_that_is_not_of_text_alone_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    with pytest.raises(UnsupportedModelError, match=r"llava.* text alone with no model of this"):
+        load_network(ModelConfig(path=str(tmp_path)), torch.device("cpu"))

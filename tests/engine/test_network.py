@@ -1,6 +1,7 @@
 """Models over our pages, ours and transformers', give the logits of their own eager attention."""
 
 import gc
+import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from paged import PROMPT, check_against_eager, eager_logits, run_prompt
-from tiny_models import DEVICE, TINY
+from tiny_models import DEVICE, TINY, change_config
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from outrider.engine.config import ModelConfig
@@ -281,3 +282,16 @@ def test_attention_that_is_not_causal_is_refused(
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"no config\.json"):
         load_network(ModelConfig(path=str(tmp_path)), DEVICE)
+
+
+@pytest.mark.skipif(
+    not hasattr(PreTrainedConfig, "is_heterogeneous"), reason="this transformers knows none"
+)
+@pytest.mark.parametrize("field", ["sliding_window", "intermediate_size"])
+def test_layers_that_differ_are_refused_unless_transformers_code_knows_them(
+    field: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(tiny_model("mistral"), tmp_path / "model"))
+    change_config(path, per_layer_config={"1": {field: 7}})
+    with pytest.raises(UnsupportedModelError, match=rf"mistral.*{field}.* layers differ"):
+        load_network(ModelConfig(path=str(path)), DEVICE)

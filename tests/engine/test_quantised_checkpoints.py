@@ -185,7 +185,19 @@ def test_what_is_not_served_is_refused_by_name(
         ("fp8 of tensors", "weight", torch.zeros(128, 100), "q_proj.weight is 128 x 100; .* 128 x"),
         ("awq", "qzeros", None, "has no qzeros"),
         ("gptq, act-order", "g_idx", torch.zeros(192, dtype=torch.int32), "not of 32 inputs each"),
-        ("gptq, zero points", "qzeros", torch.full((3, 16), -1), "a zero point of 16"),
+        (
+            "gptq, zero points",
+            "qzeros",
+            torch.full((3, 16), -1, dtype=torch.int32),
+            "a zero point of 16",
+        ),
+        # Half as many bits in words half as wide would have the same shapes.
+        (
+            "gptq, zero points",
+            "qweight",
+            torch.zeros(24, 128, dtype=torch.int16),
+            r"packed into torch\.int16; words of int32 are read",
+        ),
         ("ct nvfp4", "weight_global_scale", None, "has 4 bits, but no weight_global_scale"),
         ("ct nvfp4", "weight_global_scale", torch.zeros(()), "one number, finite and not 0"),
         (

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.kernels.model.rms_norm import Norm
 
-from ..admission import LAYER_TYPES, ropes_of
+from ..admission import LAYER_TYPES, layers_differ, ropes_of
 from ..architectures import STATIC_ROPE
 from ..attention import Rope
 from ..blocks import Block
@@ -116,6 +116,8 @@ class Family(ABC):
     @classmethod
     def why_unknown(cls, config: PreTrainedConfig) -> str | None:
         """What the config says that this family does not implement; None if there is nothing."""
+        if layers_differ(config):
+            return "its layers differ (per_layer_config)"
         given = {name for name, value in _declared(config).items() if value not in (None, False)}
         if unknown := sorted(given - cls.fields - cls.neutral - _NEUTRAL):
             return f"its config has {', '.join(unknown)}"

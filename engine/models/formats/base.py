@@ -14,8 +14,11 @@ from ..checkpoint import Checkpoint
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
     """The numbers of `bits` bits in int32 words, the lowest first, along a dimension.
 
+    Raises ValueError if the words have another width, as GPTQModel's `pack_dtype` may say.
     Shape: [.., W, ..] -> [.., W * 32 / bits, ..] uint8
     """
+    if words.dtype != torch.int32:
+        raise ValueError(f"its numbers are packed into {words.dtype}; words of int32 are read")
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     words = words.movedim(dim, -1).contiguous()
     numbers = torch.empty(*words.shape, len(shifts), dtype=torch.uint8, device=words.device)
