@@ -52,6 +52,7 @@ class ProcessEngine(EngineClient):
         self._context = zmq.Context()
         self._supervisor: asyncio.Task[None] | None = None
         self._ready_at_s = 0.0
+        self._died_at_s: float | None = None  # None: it never died
         self._heard = asyncio.Event()  # set by each message
 
     @property
@@ -95,6 +96,7 @@ class ProcessEngine(EngineClient):
             ready_s = time.monotonic() - self._ready_at_s if self.state == "ready" else 0.0
             delay_s = restarts.delay_s(ready_s)
             log.error("the engine died: %s", cause)
+            self._died_at_s = time.monotonic()
             if delay_s is None:
                 self._down("failed", f"the engine keeps dying: {cause}")
                 return
@@ -151,6 +153,9 @@ class ProcessEngine(EngineClient):
         self._heard.set()
         if isinstance(message, Ready):
             self._ready_at_s = time.monotonic()
+            if self._died_at_s is not None:
+                gone_s = self._ready_at_s - self._died_at_s
+                log.info("the engine is ready again, %.1f s after it died", gone_s)
         self._receive(message)
 
 

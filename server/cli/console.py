@@ -108,5 +108,6 @@ def status_line(before: EngineStats, now: EngineStats, elapsed_s: float) -> str:
         parts.append(f"{prompt:.1f} prompt tokens/s")
     if drafted:
         parts.append(f"{accepted / drafted:.0%} accepted")
-    parts.append(f"{now.pages_used}/{now.pages_total} pages")
+    if now.pages_total:  # there are none while no engine runs
+        parts.append(f"{now.pages_used}/{now.pages_total} pages")
     return " | ".join(parts)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import random
 import signal
@@ -55,7 +56,10 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
-async def test_kill_9_ends_streams_and_the_engine_comes_back(client: ScriptedProcessEngine) -> None:
+async def test_kill_9_ends_streams_and_the_engine_comes_back(
+    client: ScriptedProcessEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "outrider.engine.processes.process_engine")
     await collect(await client.generate([request("a", max_tokens=5)]))
     stream = await client.generate([request("b", max_tokens=10**6)])
     await anext(stream)
@@ -72,7 +76,9 @@ async def test_kill_9_ends_streams_and_the_engine_comes_back(client: ScriptedPro
         await client.generate([request("b")])
     counted = client.stats.generation_tokens
     assert counted >= 6
+    assert "ready again" not in caplog.text
     await state_becomes(client, "ready")
+    assert caplog.text.count("the engine is ready again") == 1
     assert pid(client) != killed
     assert client.status_reason is None
     assert await collect(await client.generate([request("b")])) == {"b": [0, 1, 2]}

@@ -46,6 +46,10 @@ def test_status_line_without_drafts_says_nothing_of_them() -> None:
     assert "accepted" not in line
 
 
+def test_status_line_without_an_engine_says_nothing_of_pages() -> None:
+    assert status_line(EngineStats(), EngineStats(), 1.0) == "0 running, 0 waiting | 0.0 tokens/s"
+
+
 def test_status_is_reported_only_under_load(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "outrider.server")
 
