@@ -8,6 +8,7 @@ layer is compared by itself and errors do not add up.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
+from transformers.utils import logging as transformers_logging
 
 from outrider.kernels.compiling import compile_together
 from outrider.kernels.model.rms_norm import rms_norm
@@ -143,7 +145,7 @@ class Original:
             note = partial(_note, choices, name)
             hooks.append(self.model.get_submodule(name).register_forward_hook(note))
         try:
-            with failures_explained():
+            with failures_explained(), _without_advice():
                 output = self.model(input_ids=input_ids, position_ids=positions, use_cache=False)
         finally:
             for hook in hooks:
@@ -168,6 +170,17 @@ class OriginalPass(NamedTuple):
     states: list[Tensor]  # [T, hidden] each: before each layer and after the last one
     choices: dict[str, list[Tensor]]  # [T, ..] the inputs and outputs of each chooser
     logits: Tensor  # [T, V]
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Let transformers name no packages that only its own code would be faster with."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def _note(

@@ -1,6 +1,7 @@
 """How hybrids are read, and what of them is refused."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -54,6 +55,19 @@ def test_norms_are_one_more_than_stored(is_tied: bool, tmp_path: Path) -> None:
     assert isinstance(network, Decoder)
     assert network.norm.weight.unique().tolist() == [1 + 2.0**-12]
     assert network.dtype == torch.bfloat16
+
+
+def test_no_package_is_advised_that_we_have_no_use_for(
+    target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # transformers' own
+    of_transformers = logging.getLogger("transformers")
+    of_transformers.addHandler(caplog.handler)
+    try:
+        load_network(ModelConfig(path=str(target), dtype="float32"), DEVICE)
+    finally:
+        of_transformers.removeHandler(caplog.handler)
+    assert "install" not in caplog.text
 
 
 def test_as_a_draft_it_is_refused(target: Path, tiny_model: Tiny) -> None:
