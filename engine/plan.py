@@ -75,7 +75,7 @@ class ScheduledRequest:
     # Logprobs of the prompt tokens scored in this step: while copied to the host, and then there.
     prompt_scores: list[np.ndarray] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    # What the step drew, once the host has read it. The tokens are accepted drafts, then one
+    # What the step emitted, once the host has read it. The tokens are accepted drafts, then one
     # recovered or bonus token.
     token_ids: list[int] = field(default_factory=list)
     is_bad: bool = False  # its logits have a NaN, or none that is finite
@@ -87,7 +87,7 @@ class ScheduledRequest:
     start: int = field(init=False)
     # Absolute end of the known tokens that this step computes: at most, if one is in flight.
     end: int = field(init=False)
-    draws: bool = field(init=False)  # it computes the last known token, so it draws new ones
+    emits: bool = field(init=False)  # it computes the last known token, so new ones come
     # How many of its prompt rows yield the logprob of the next prompt token.
     num_prompt_logits: int = field(init=False)
 
@@ -99,7 +99,7 @@ class ScheduledRequest:
         if not is_in_flight:
             self.start = memory.num_computed_tokens - len(request.token_ids)
         self.end = request.most_tokens + self.start + self.num_new_tokens
-        self.draws = self.start + self.num_new_tokens == 0
+        self.emits = self.start + self.num_new_tokens == 0
         self.num_prompt_logits = 0
         if not is_in_flight and request.num_scored_tokens < request.num_prompt_tokens:
             first = max(memory.num_computed_tokens, request.num_scored_tokens)
@@ -199,19 +199,19 @@ class Plan:
             scheduled.num_drafts = count
 
     @cached_property
-    def drawing(self) -> list[ScheduledRequest]:
+    def emitting(self) -> list[ScheduledRequest]:
         """The sequences that get new tokens in this step, in batch order; once it is planned."""
-        return [s for s in self.scheduled if s.draws]
+        return [s for s in self.scheduled if s.emits]
 
     @property
     def num_prompt_rows(self) -> int:
         """Known tokens that it computes besides the last one of each sequence."""
-        return sum([s.num_new_tokens for s in self.scheduled]) - len(self.drawing)
+        return sum([s.num_new_tokens for s in self.scheduled]) - len(self.emitting)
 
     @property
     def num_drafts_np(self) -> np.ndarray:
-        """k_i of each drawing sequence, as far as the host knows. Shape: [B]."""
-        return np.array([s.num_drafts for s in self.drawing], dtype=np.int64)
+        """k_i of each emitting sequence, as far as the host knows. Shape: [len(emitting)]."""
+        return np.array([s.num_drafts for s in self.emitting], dtype=np.int64)
 
     @cached_property
     def concerns_sources(self) -> bool:
@@ -227,8 +227,8 @@ class Plan:
 
     @cached_property
     def wants(self) -> Wants:
-        """What any drawing sequence wants."""
-        return wants_of(self.drawing)
+        """What any emitting sequence wants."""
+        return wants_of(self.emitting)
 
     @property
     def num_prompt_logits(self) -> int:
@@ -241,9 +241,9 @@ def wants_of(scheduled: list[ScheduledRequest]) -> Wants:
     return Wants(*map(any, zip(*each, strict=True)))
 
 
-def sampling_kind(drawing: list[ScheduledRequest]) -> tuple[bool, bool]:
+def sampling_kind(scheduled: list[ScheduledRequest]) -> tuple[bool, bool]:
     """The SAMPLING_KINDS entry of these sequences."""
-    filters, draws, *_ = wants_of(drawing)
+    filters, draws, *_ = wants_of(scheduled)
     return filters, draws
 
 

@@ -108,7 +108,7 @@ class DraftModel(Source):
             # k drafts need k - 1 positions after known tokens.
             room = self._draft.max_positions - scheduled.request.most_tokens + 1
             num_drafts = max(0, min(wanted.get(scheduled.slot, 0), room))
-            reads_prompt = scheduled.is_drafted_for and not scheduled.draws and room > 0
+            reads_prompt = scheduled.is_drafted_for and not scheduled.emits and room > 0
             if num_drafts == 0 and not reads_prompt:
                 continue
             first = _first_unseen(scheduled.request)

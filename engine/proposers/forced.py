@@ -81,7 +81,7 @@ class ForcedTokens(Lookup):
         return len(self._token_bytes[token_id])
 
     def propose(self, plan: Plan, wanted: Counts) -> Counts:
-        for scheduled in plan.drawing:
+        for scheduled in plan.emitting:
             if (grammar := scheduled.request.grammar) is not None and scheduled.wish is None:
                 grammar.set_drafts([])  # others draft
         return super().propose(plan, wanted)

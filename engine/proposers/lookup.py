@@ -191,7 +191,7 @@ class Lookup(Source):
 
     def propose(self, plan: Plan, wanted: Counts) -> Counts:
         wished = []
-        for s in plan.drawing:
+        for s in plan.emitting:
             if s.wish is not None and s.wish.source == self.name:
                 wished.append((s, s.wish.drafts[: s.max_drafts]))
                 self.grant(s.request)

@@ -184,14 +184,14 @@ class Proposer:
             )
 
     def propose(self, plan: Plan) -> list[int]:
-        """Draft up to `max_drafts` tokens for each drawing sequence of a plan.
+        """Draft up to `max_drafts` tokens for each emitting sequence of a plan.
 
         Returns k_i of every sequence: that many drafts lie in its slot, after the known tokens.
         Without drafts it decodes plainly in the same step.
         """
         if not plan.concerns_sources:
             return [0] * len(plan.scheduled)
-        left = {scheduled.slot: scheduled.max_drafts for scheduled in plan.drawing}
+        left = {scheduled.slot: scheduled.max_drafts for scheduled in plan.emitting}
         drafted: Counts = {}
         for source in self.sources:
             try:
@@ -205,7 +205,7 @@ class Proposer:
                 continue
             drafted |= counts
             left = {slot: k for slot, k in left.items() if slot not in counts}
-            for scheduled in plan.drawing:
+            for scheduled in plan.emitting:
                 if counts.get(scheduled.slot, 0) > 0:
                     scheduled.source = source.name
         return [drafted.get(scheduled.slot, 0) for scheduled in plan.scheduled]
@@ -216,7 +216,7 @@ class Proposer:
             return left
         return {
             scheduled.slot: min(left[scheduled.slot], scheduled.max_drawn)
-            for scheduled in plan.drawing
+            for scheduled in plan.emitting
             if scheduled.slot in left and scheduled.request.may_use(source.name)
         }
 

@@ -35,7 +35,7 @@ class Committer:
             request = scheduled.request
             if scheduled.is_void:
                 continue
-            if scheduled.draws:
+            if scheduled.emits:
                 request.num_drafts_in_flight = scheduled.num_made
                 request.drafts_in_flight = scheduled.known_drafts
             self._memory.launch(scheduled.memory, scheduled.relative_end, scheduled.draft_end)
@@ -56,7 +56,7 @@ class Committer:
                 continue
             if not scheduled.request.num_output_tokens:
                 num_of_prompts += scheduled.num_new_tokens
-            if scheduled.draws:
+            if scheduled.emits:
                 outputs.append(self._commit_drawn(scheduled))
             elif output := self._commit_chunk(scheduled):
                 outputs.append(output)
@@ -77,10 +77,10 @@ class Committer:
         num_prompt_rows = plan.num_prompt_rows
         if plan.follows_another:
             self._sequences.chunks.observe(num_prompt_rows, elapsed_s)
-        num_drafts = sum([s.num_drafts for s in plan.drawing])
+        num_drafts = sum([s.num_drafts for s in plan.emitting])
         of_models = []
         if num_drafts or plan.depth:
-            of_models = [s for s in plan.drawing if not s.is_looked_up]
+            of_models = [s for s in plan.emitting if not s.is_looked_up]
         drawn = [s for s in of_models if not s.is_void]
         wanted, accepted = [s.num_drafts for s in drawn], [len(s.token_ids) - 1 for s in drawn]
         ratios = [s.request.acceptance.ratio for s in drawn]
@@ -97,11 +97,11 @@ class Committer:
                 of_any = chances.get(s.slot, of_all.by_position)
                 alike.observe(num_wanted, num_accepted, of_any)
                 own.observe(num_wanted, num_accepted, of_any, alike.ratio)
-        if adaptive is None or not plan.drawing:
+        if adaptive is None or not plan.emitting:
             self._sequences.acceptance.observe(wanted, accepted, ratios=ratios)
             return
-        num_prefill_rows = num_prompt_rows - (len(plan.scheduled) - len(plan.drawing))
-        is_timed = plan.follows_another and times_decoding(num_prefill_rows, len(plan.drawing))
+        num_prefill_rows = num_prompt_rows - (len(plan.scheduled) - len(plan.emitting))
+        is_timed = plan.follows_another and times_decoding(num_prefill_rows, len(plan.emitting))
         adaptive.observe(
             plan.num_decoding,
             wanted,

@@ -141,7 +141,7 @@ class Drafting:
         num_output_tokens = request.least_tokens - request.num_prompt_tokens
         # The first token does not wait until the draft has read the prompt: the next step does
         # that, in one pass with the drafts of others.
-        if not scheduled.draws or (num_output_tokens == 0 and lag > 0):
+        if not scheduled.emits or (num_output_tokens == 0 and lag > 0):
             return
         room = min(
             request.params.max_tokens - num_output_tokens - 1,

@@ -35,13 +35,13 @@ class Scorer:
         return scored._replace(logits=scored.logits[:num_logits])
 
     def score(self, plan: Plan) -> Pass:
-        """A pass with logits of the last k_i + 1 rows of each drawing sequence: [sum(k_i + 1), V].
+        """A pass with logits of the last k_i + 1 rows of each emitting sequence: [sum(k_i + 1), V].
 
         Also starts copying to the host the prompt logprobs that this step scores.
         """
         scheduled, chosen = plan.scheduled, plan.chosen
         num_logits_np = np.array(
-            [s.num_prompt_logits + (s.num_drafts + 1 if s.draws else 0) for s in scheduled]
+            [s.num_prompt_logits + (s.num_drafts + 1 if s.emits else 0) for s in scheduled]
         )
         batch = HostBatch.build(
             slots_of(scheduled),

@@ -99,16 +99,16 @@ class Verifier:
         return size * self._slots.max_drawn + self._slots.max_drafts
 
     def verify(self, plan: Plan, logits: Tensor) -> list[np.ndarray] | None:
-        """Verify all drawing sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
+        """Verify all emitting sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
 
         Writes the drawn tokens into the slots, after each sequence's known tokens, and starts
         copying to the host what `read` needs: [B, K + 2] tokens; what was chosen, if anything was;
         all drafts [B, K], if any request `returns_drafts`; Logprobs, if any request wants them.
         """
-        drawing = plan.drawing
-        if not drawing:
+        emitting = plan.emitting
+        if not emitting:
             return None
-        slots_np, num_drafts_np = slots_of(drawing), plan.num_drafts_np
+        slots_np, num_drafts_np = slots_of(emitting), plan.num_drafts_np
         chosen = () if plan.chosen is None else (plan.chosen.counts, plan.chosen.ranges)
         more = plan.chosen.counts if plan.chosen else None
         drafts = []
@@ -119,13 +119,13 @@ class Verifier:
         kind = wants.filters, wants.draws
         edited_np = self._edits.asked_by(slots_np)
         if edited_np.any():  # of a sequence that has ended, the host has forgotten what it needs
-            is_void_np = np.array([s.is_void for s in drawing])
+            is_void_np = np.array([s.is_void for s in emitting])
             edited_np &= ~(is_void_np & self._edits.needing_host(slots_np))
         if not edited_np.any():
             drawn = self._verify_slots(slots_np, num_drafts_np, kind, logits, more)
         else:
             if edited_np.all():
-                shape = len(drawing), self._slots.max_drafts + 2
+                shape = len(emitting), self._slots.max_drafts + 2
                 drawn = torch.empty(shape, dtype=torch.int64, device=self._slots.device)
             else:  # the dummy slot takes the place of edited sequences
                 others_np = np.where(edited_np, self._slots.dummy, slots_np)
@@ -238,11 +238,11 @@ class Verifier:
         counts_np = (drawn_np[:, :-1] >= 0).sum(1)  # mostly few of the columns
         rows, counts = drawn_np[:, : counts_np.max()].tolist(), counts_np.tolist()
         are_bad = (drawn_np[:, -1] != 0).tolist()
-        for scheduled, row, count, is_bad in zip(plan.drawing, rows, counts, are_bad, strict=True):
+        for scheduled, row, count, is_bad in zip(plan.emitting, rows, counts, are_bad, strict=True):
             scheduled.token_ids, scheduled.is_bad = row[:count], is_bad
         if drafts_np is None and not others_np:
             return
-        for i, scheduled in enumerate(plan.drawing):
+        for i, scheduled in enumerate(plan.emitting):
             if drafts_np is not None and scheduled.request.wants.drafts:
                 scheduled.draft_token_ids = drafts_np[i, : scheduled.num_drafts].tolist()
             num_top = scheduled.request.params.num_alternatives
@@ -338,12 +338,12 @@ class Verifier:
         Rows of rejected drafts are included: the host does not know yet which they are, and the
         next pass overwrites the logits. Shape: drawn [B, K + 2].
         """
-        asking_np = np.array([s.request.wants.logprobs for s in plan.drawing])
+        asking_np = np.array([s.request.wants.logprobs for s in plan.emitting])
         num_rows_np = plan.num_drafts_np + 1
         # In `drawn`, a sequence's row takes the place of its slot.
         rows = RequestRows.in_turn(np.arange(len(drawn)), num_rows_np)
         asking = rows.take(asking_np.repeat(num_rows_np))
-        params = [s.request.params for s in plan.drawing]
+        params = [s.request.params for s in plan.emitting]
         num_top = max(p.logprobs or 0 for p in params)
         num_top = min(num_top, self._slots.vocab_size)
         named = [p.logprob_token_ids for p in params]

@@ -218,7 +218,7 @@ def test_masks_behind_the_drafts_of_a_void_step_count_no_more(
 
     def propose(plan: Plan) -> list[int]:
         """The truth, but other letters in a step that will be void."""
-        for scheduled in plan.drawing:
+        for scheduled in plan.emitting:
             if scheduled.max_drafts:
                 drafts = truth[scheduled.request.num_output_tokens :][: scheduled.max_drafts]
                 drafts = [other[draft] if is_void else draft for draft in drafts]

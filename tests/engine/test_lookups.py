@@ -121,7 +121,7 @@ def test_lookups_that_bring_nothing_pause_longer_and_longer() -> None:
             wish = source.wish(request)
             if at in drafted:
                 scheduled = SimpleNamespace(request=request, wish=wish, max_drafts=0)
-                source.propose(SimpleNamespace(drawing=[scheduled]), {})  # type: ignore[arg-type]
+                source.propose(SimpleNamespace(emitting=[scheduled]), {})  # type: ignore[arg-type]
             request.token_ids.append(8)
         source.forget(request)
         return [known - 1 for known in looked]

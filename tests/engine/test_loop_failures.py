@@ -76,7 +76,7 @@ def test_a_draft_that_makes_the_target_nan_costs_nobody_the_request(
     slots = engine.worker.slots
 
     def propose(plan: Plan) -> list[int]:
-        for each in plan.drawing:
+        for each in plan.emitting:
             if each.max_drafts:
                 slots.token_ids[each.slot, slots.num_tokens[each.slot]] = poison
         return [each.max_drafts for each in plan.scheduled]

@@ -140,7 +140,7 @@ def test_who_gets_the_seat_of_a_preempted_sequence_has_a_row_that_is_verified(
 
     def scheduled() -> Plan:
         plan = schedule()
-        counts.append(sum(each.max_drafts + 1 for each in plan.scheduled if each.draws))
+        counts.append(sum(each.max_drafts + 1 for each in plan.scheduled if each.emits))
         return plan
 
     monkeypatch.setattr(engine.scheduler, "schedule", scheduled)

@@ -59,7 +59,7 @@ def launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     launch = engine.worker.launch
 
     def noted(plan: Plan) -> Any:
-        seen.append((len(plan.drawing), engine._in_flight is not None))
+        seen.append((len(plan.emitting), engine._in_flight is not None))
         return launch(plan)
 
     monkeypatch.setattr(engine.worker, "launch", noted)

@@ -195,7 +195,7 @@ def test_a_prompt_that_finds_a_page_of_nan_is_scored_again(
     slots, sequences = engine.worker.slots, engine.sequences
 
     def propose(plan: Plan) -> list[int]:
-        for each in plan.drawing:
+        for each in plan.emitting:
             if each.max_drafts:
                 slots.token_ids[each.slot, slots.num_tokens[each.slot]] = poison
         return [each.max_drafts for each in plan.scheduled]

@@ -50,12 +50,12 @@ def plan(*max_drafts: int) -> Any:
     """Sequences in slots 10, 11, … and one more, in slot 9, that reads its prompt."""
     request = Request(NewRequest(request_id="0", prompt_token_ids=[1], params=GREEDY))
     common = {"request": request, "source": None}
-    reads = SimpleNamespace(slot=9, draws=False, max_drafts=0, max_drawn=0, **common)
-    drawing = [
-        SimpleNamespace(slot=10 + i, draws=True, max_drafts=k, max_drawn=k, **common)
+    reads = SimpleNamespace(slot=9, emits=False, max_drafts=0, max_drawn=0, **common)
+    emitting = [
+        SimpleNamespace(slot=10 + i, emits=True, max_drafts=k, max_drawn=k, **common)
         for i, k in enumerate(max_drafts)
     ]
-    return SimpleNamespace(scheduled=[reads, *drawing], drawing=drawing, concerns_sources=True)
+    return SimpleNamespace(scheduled=[reads, *emitting], emitting=emitting, concerns_sources=True)
 
 
 def test_a_sequence_is_drafted_for_by_the_first_source_that_takes_it() -> None:
@@ -65,7 +65,7 @@ def test_a_sequence_is_drafted_for_by_the_first_source_that_takes_it() -> None:
     assert Proposer([first, second]).propose(step) == [0, 3, 2, 0, 0]
     assert first.asked == [{10: 3, 11: 3, 12: 3, 13: 0}]
     assert second.asked == [{10: 3, 13: 0}]
-    assert [s.source for s in step.drawing] == ["draft_model", "prediction", None, None]
+    assert [s.source for s in step.emitting] == ["draft_model", "prediction", None, None]
 
 
 def test_a_source_that_fails_leaves_its_sequences_to_the_next(

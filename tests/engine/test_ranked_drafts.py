@@ -83,7 +83,7 @@ def test_answers_are_the_targets_and_as_many_drafts_are_verified_as_were_asked_f
     for prompt, each in zip(given, outputs, strict=True):
         assert is_greedy(target, prompt, tokens(each))
     for plan, rows in zip(plans, num_logits, strict=False):  # the last may be void
-        assert rows == sum(s.num_drafts + 1 for s in plan.drawing)
+        assert rows == sum(s.num_drafts + 1 for s in plan.emitting)
         if plan.chosen is not None:
             assert plan.budget is not None
             verified = sum(s.num_drafts for s in plan.ranked)
@@ -197,7 +197,7 @@ def test_a_void_step_teaches_nothing(kind: str, tiny_model: Tiny, tmp_path: Path
         return learn(ranges_np, owns, *others)
 
     def observed(wanted: list[int], accepted: list[int], *others: Any, **more: Any) -> None:
-        drawn = [s for s in plans[-1].drawing if not s.is_void]
+        drawn = [s for s in plans[-1].emitting if not s.is_void]
         assert wanted in ([], [s.num_drafts for s in drawn])
         observe(wanted, accepted, *others, **more)
 

@@ -241,7 +241,7 @@ def test_the_first_difference_is_shown(target: Path, monkeypatch: pytest.MonkeyP
 
     def other(self: Verifier, plan: Any, drawn: Any) -> None:
         read(self, plan, drawn)
-        for scheduled in plan.drawing:
+        for scheduled in plan.emitting:
             if scheduled.num_drafts:
                 scheduled.token_ids[-1] = (scheduled.token_ids[-1] + 1) % 50
 

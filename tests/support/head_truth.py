@@ -74,7 +74,7 @@ def check_drafts(engine: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch) 
         slots = engine.worker.slots
         got, sequences, drafts = [], [], []
         for scheduled, k in zip(plan.scheduled, counts, strict=True):
-            if not scheduled.draws:
+            if not scheduled.emits:
                 continue
             slot = scheduled.slot
             checked.append(k)
