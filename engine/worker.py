@@ -32,7 +32,7 @@ from .plan import Plan
 from .progress import ReportCounts, counted
 from .proposers import build_proposer
 from .ranks.admission import check_ranks
-from .ranks.followers import Followers, RankError
+from .ranks.followers import Followers
 from .ranks.wire import Op
 from .scoring.ranking import Ranking
 from .scoring.scorer import Scorer
@@ -82,8 +82,6 @@ class Worker:
             self._build(config, report)
         except BaseException as error:
             self.close()
-            if isinstance(error, RankError):
-                raise ConfigError(str(error)) from None
             if isinstance(error, torch.OutOfMemoryError):
                 raise OutOfDeviceMemoryError(
                     "the models do not fit on the GPU, with what sequences keep there: take "

@@ -1,18 +1,20 @@
 """A child process at the other end of a private socket. It never outlives its parent.
 
-Its last argument is the endpoint that it binds its socket to. It reads one line from its stdin,
-which stays open as long as the parent lives. The line may come later than the process starts: the
-process can import its libraries meanwhile.
+Its last argument is the endpoint that it binds its socket to. It reads one line from its stdin, a
+socket that stays open as long as the parent lives. The line may come later than the process starts:
+the process can import its libraries meanwhile. The reason why it ends may come back there.
 """
 
 import asyncio
 import contextlib
+import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
 
+from ..lifeline import MOST_WORDS
 from .connection import Connection, ZmqContext
 
 RESTART_DELAYS_S = (0.0, 2.0)  # after the first and the second death in a row; the third is final
@@ -52,26 +54,32 @@ class ChildProcess(Generic[T]):
         self._is_shared = is_shared
         self._process: asyncio.subprocess.Process | None = None  # once it is started
         self._is_killed = False
+        self.last_words = ""  # of a child that has ended: see `lifeline.leave_at_once`
 
     async def run(self) -> int:
         """Start the child and handle its messages until it ends; returns its exit code."""
-        with self._directory, contextlib.closing(self.connection):
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                self.connection.endpoint,
-                env=self._environment,
-                stdin=asyncio.subprocess.PIPE,  # never closed: its end shows the child that we died
-                start_new_session=True,  # signals to our group must not reach it: we may drain
-                pass_fds=self._pass_fds,
-            )
+        ours, theirs = socket.socketpair()  # when ours is closed, the child ends
+        with self._directory, contextlib.closing(self.connection), ours:
+            ours.setblocking(False)
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    self.connection.endpoint,
+                    env=self._environment,
+                    stdin=theirs.fileno(),
+                    start_new_session=True,  # signals to our group must not reach it: we may drain
+                    pass_fds=self._pass_fds,
+                )
             self._process = process
             try:
                 if self._is_killed:
                     process.kill()
-                assert process.stdin is not None
                 line = await self._line() if callable(self._line) else self._line
-                process.stdin.write(line + b"\n")
+                with contextlib.suppress(OSError):  # it has ended
+                    await asyncio.get_running_loop().sock_sendall(ours, line + b"\n")
                 exit_code = await process.wait()
+                with contextlib.suppress(OSError):  # there are none
+                    self.last_words = ours.recv(MOST_WORDS).decode(errors="replace")
             finally:
                 if process.returncode is None:
                     process.kill()

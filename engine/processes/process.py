@@ -21,7 +21,7 @@ import zmq
 
 from ..api import InvalidRequestError, NewRequest, QueueFullError, ReportProgress, RequestOutput
 from ..config import CacheConfig, ConfigError, EngineConfig
-from ..lifeline import leave_with_parent
+from ..lifeline import leave, leave_with_parent
 from .heap import give_memory_back
 from .log_lines import JSONFormatter, LineFormatter
 from .messages import (
@@ -268,4 +268,4 @@ def main(make_engine: MakeEngine, meanwhile: Callable[[], object] = lambda: None
 
 
 if __name__ == "__main__":
-    sys.exit(main(load_engine, meanwhile=load_libraries))
+    leave(main(load_engine, meanwhile=load_libraries))

@@ -125,8 +125,9 @@ class ProcessEngine(EngineClient):
             watchdog.cancel()
         if watchdog.done() and not watchdog.cancelled():
             return f"no step ended within {self._step_timeout_s:g} s (engine.step_timeout_s)"
-        if self._last_words and exit_code >= 0:
-            return self._last_words
+        last_words = self._last_words or child.last_words
+        if last_words and exit_code >= 0:
+            return last_words
         return describe_exit(exit_code)
 
     async def _config_line(self) -> bytes:

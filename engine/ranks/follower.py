@@ -78,11 +78,13 @@ def perform(shares: "OwnShares", op: Op, shape: Shape, integers_np: np.ndarray) 
             shares.networks[shape[0]].phase.capture(integers_np, shape[1:])
         case Op.BIND:
             shares.bind(integers_np.tolist())
+            return 0  # that it is done
         case Op.COMPILE:
             shares.compile(*integers_np.tolist())
-            return 0  # that it is done
+            return 0
         case Op.HOST:
             shares.allocate_host(integers_np.tolist())
+            return 0
         case Op.SAVE:
             shares.save(shape[0], integers_np.reshape(2, -1))
         case Op.LOAD:
@@ -110,13 +112,26 @@ def main() -> None:
     except EOFError:  # rank 0 has gone
         os._exit(1)
     except Exception as error:
-        from ..config import ConfigError
-
-        reason = (
-            str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        )
-        connection.send(Op.FAILED, np.frombuffer(reason.encode(), np.uint8).astype(np.int64))
+        reason_np = np.frombuffer(why_failed(error).encode(), np.uint8)
+        connection.send(Op.FAILED, reason_np.astype(np.int64))
         os._exit(1)
+
+
+def why_failed(error: Exception) -> str:
+    """In words for whoever starts the server."""
+    import torch
+
+    from ..config import ConfigError
+
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            "its GPU has no room for its share. If another program has taken some (nvidia-smi), "
+            "end that, or choose other GPUs with CUDA_VISIBLE_DEVICES; else lower "
+            f"engine.gpu_memory_utilization, or take more GPUs or fewer bits: {error}"
+        )
+    return f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from ..api import ReportProgress
-from ..config import EngineConfig
-from ..lifeline import describe_exit
+from ..config import ConfigError, EngineConfig
+from ..lifeline import describe_exit, leave_at_once
 from ..memory.host_tier import PageCopies
 from ..models.batch_invariance import make_batch_dependent
 from ..models.decoder import Decoder
@@ -39,9 +39,24 @@ FIRST_WORD_S = 300.0  # the same before the first: it imports torch, perhaps fro
 _GRACE_S = 3.0  # for the engine to end by itself once it has lost a follower
 _NEWS_S = 1.0  # for the news of a lost follower to come, once an exchange with it has failed
 
+# What followers answer; None: one is lost, so that no more will come of it.
+Inbox = queue.SimpleQueue[np.ndarray | None]
+
 
 class RankError(RuntimeError):
-    """A rank could not start; the message says which, and why."""
+    """A rank could not start; the message says which, and why.
+
+    No ValueError, which would be taken for one of the files that this rank is reading.
+    """
+
+
+@contextlib.contextmanager
+def refusing_as_ranks_do() -> Iterator[None]:
+    """Raises ConfigError in place of RankError: the reason is for whoever chose the settings."""
+    try:
+        yield
+    except RankError as error:
+        raise ConfigError(str(error)) from None
 
 
 class RankLostError(RuntimeError):
@@ -63,8 +78,10 @@ class Followers:
         # however they end. Never closed here: the number must not become another file's.
         self._meeting_fd = os.memfd_create("outrider-ranks")
         self._lost = _Loss()
+        self._inbox: Inbox = queue.SimpleQueue()
         self._followers = [
-            _Follower(rank, config, self._meeting_fd, self._lost) for rank in range(1, size)
+            _Follower(rank, config, self._meeting_fd, self._lost, self._inbox)
+            for rank in range(1, size)
         ]
         # For an engine that is dropped in a process which goes on, too.
         self._end = weakref.finalize(self, _end, self._followers, self._lost, self.group)
@@ -99,7 +116,10 @@ class Followers:
         return SharedDecoder(network, self.group, send_with_number, self.cause_of)
 
     def bind(self, slots: Slots, num_pages: Sequence[int]) -> None:
-        """Have them allocate the same slots, and as many pages of each group of layers."""
+        """Have them allocate the same slots, and as many pages of each group of layers.
+
+        Raises RankError if one of them has no room.
+        """
         numbers = [
             slots.max_num_seqs,
             slots.max_model_len,
@@ -110,7 +130,7 @@ class Followers:
             len(slots.kept_states),
             *num_pages,
         ]
-        self.send(Op.BIND, integers_np=np.array(numbers))
+        self.ask(Op.BIND, np.array(numbers))
         slots.on_pages = lambda entries_np: self.send(Op.PAGES, (), entries_np)
 
     def share_host_pages(
@@ -127,7 +147,7 @@ class Followers:
         all ranks.
         """
         numbers = [slots.max_model_len, slots.page_size, state_bytes, *num_pages.values()]
-        self.send(Op.HOST, (), np.array(numbers))
+        self.ask(Op.HOST, np.array(numbers))
         return SharedHostPages(own, self.send, [*num_pages], num_bytes)
 
     def watched(self, report: ReportProgress) -> ReportProgress:
@@ -157,14 +177,14 @@ class Followers:
             raise self.cause_of(error) from error
 
     def ask(self, op: Op, integers_np: np.ndarray = NONE_NP) -> list[np.ndarray]:
-        """Have them do something, and wait for the answers of all."""
+        """Have them do something, and wait for the answers of all, in any order."""
         self.send(op, (), integers_np)
         return self._answers()
 
     def _answers(self) -> list[np.ndarray]:
-        answers = []
-        for follower in self._followers:
-            answer = follower.answers.get()
+        answers: list[np.ndarray] = []
+        while len(answers) < len(self._followers):
+            answer = self._inbox.get()
             if answer is None:
                 raise RankError(self._lost.reason)
             answers.append(answer)
@@ -211,19 +231,21 @@ class _Loss:
 
     def wait_for_the_end(self) -> None:
         """End this process if a follower is lost, unless it is ending anyway."""
-        is_lost = self.is_final and self.reason is not None  # not ended by us
-        if is_lost and not self._is_over.wait(_GRACE_S):
+        if not self.is_final or self.reason is None:  # or ended by us
+            return
+        if not self._is_over.wait(_GRACE_S):
             log.critical("the engine ends: %s", self.reason)
-            os._exit(1)
+            leave_at_once(self.reason)
 
 
 class _Follower:
     """One of them, with a thread that hears it."""
 
-    def __init__(self, rank: int, config: EngineConfig, meeting_fd: int, lost: _Loss) -> None:
+    def __init__(
+        self, rank: int, config: EngineConfig, meeting_fd: int, lost: _Loss, inbox: Inbox
+    ) -> None:
         self.rank = rank
-        self.answers: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
-        self._lost = lost
+        self._lost, self._inbox = lost, inbox
         self.connection, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -251,7 +273,7 @@ class _Follower:
         except (EOFError, OSError):
             reason = describe_exit(self.process.wait())
         self._lost.note(f"rank {self.rank} of the target: {reason}")
-        self.answers.put(None)
+        self._inbox.put(None)
         self._lost.wait_for_the_end()
 
     def _listen(self) -> str:
@@ -260,7 +282,7 @@ class _Follower:
             if frame.op == Op.FAILED:
                 return bytes(frame.integers_np.tolist()).decode()
             if frame.op == Op.ANSWER:
-                self.answers.put(frame.integers_np)
+                self._inbox.put(frame.integers_np)
 
 
 def _line(rank: int, config: EngineConfig, meeting_fd: int) -> bytes:

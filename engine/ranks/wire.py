@@ -15,7 +15,7 @@ class Op(IntEnum):
 
     # To a follower
     JOIN = auto()  # meet the other ranks [1]: whether they are batch-invariant
-    BIND = auto()  # allocate: see `Followers.bind`
+    BIND = auto()  # allocate, and answer then: see `Followers.bind`
     PAGES = auto()  # write changed pages into the block tables [3, entries]
     # Of a network, whose number comes in front of the shape: 0, the target, or 1, its draft
     COPY_STATES = auto()  # from slots to others [copies, 2], one after the other
@@ -26,7 +26,7 @@ class Op(IntEnum):
     COMPILE = auto()  # compile all kernels, and answer then: see `OwnShares.compile`
     MEASURE = auto()  # from now on, note how much memory a step takes
     MEASURED = auto()  # that was the largest step
-    HOST = auto()  # allocate pages in host memory: see `Followers.share_host_pages`
+    HOST = auto()  # the same in host memory: see `Followers.share_host_pages`
     SAVE = auto()  # copy pages of its group `shape` there [2, pages], from and to
     LOAD = auto()  # begin to copy them back [2, pages], from and to
     LOADED = auto()  # further steps read what has been copied back

@@ -109,6 +109,31 @@ async def test_a_setting_that_the_engine_refuses_is_one_line(
     assert "Traceback" not in capfd.readouterr().err
 
 
+async def test_an_engine_that_leaves_from_a_thread_can_say_why() -> None:
+    """Its loop may be waiting for a GPU for ever, and sends nothing."""
+    client = ScriptedProcessEngine(scripted_config("last words"))
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineUnavailableError, match=r"could not start: a rank is lost$"):
+            await client.start()
+    await client.stop()
+
+
+def test_an_engine_frees_no_modules_when_it_leaves() -> None:
+    """With torch that takes seconds, in which its clients would wait for news of its death."""
+    code = """
+import atexit
+from outrider.engine.lifeline import leave
+class Held:
+    def __del__(self):
+        print("freed")
+held = Held()
+atexit.register(print, "registered")
+leave(3)
+"""
+    ended = subprocess.run((sys.executable, "-P", "-c", code), capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (3, "registered\n")
+
+
 async def test_nothing_in_the_engine_can_read_the_lifeline() -> None:
     client = ScriptedProcessEngine(scripted_config("reads stdin"))
     async with asyncio.timeout(10):

@@ -18,6 +18,7 @@ from outrider.engine.api import (
     RequestOutput,
 )
 from outrider.engine.config import ConfigError, EngineConfig
+from outrider.engine.lifeline import leave_at_once
 from outrider.engine.processes import process
 
 SCRIPT = {"invalid": 1, "submit_bug": 2, "step_bug": 3, "exit": 4, "leak": 5, "hang": 6}
@@ -32,6 +33,8 @@ class ScriptedEngine:
             raise ConfigError("engine.something: no such thing")
         if config.target.path == "crash":
             os._exit(3)
+        if config.target.path == "last words":
+            leave_at_once("a rank is lost")
         if config.target.path.startswith("slow "):
             time.sleep(float(config.target.path.split()[1]))
         if config.target.path == "reads stdin":

@@ -90,6 +90,19 @@ def test_an_error_while_ranks_part_does_not_hide_the_first(
     assert loss._is_over.is_set()
 
 
+def test_a_process_that_waits_for_a_lost_rank_says_why_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own loop cannot, so the server would only see an exit code."""
+    left, loss = Mock(), followers._Loss()
+    monkeypatch.setattr(followers, "leave_at_once", left)
+    monkeypatch.setattr(followers, "_GRACE_S", 0.0)
+    loss.is_final = True
+    loss.note("rank 1 of the target: killed by signal 9")
+    loss.wait_for_the_end()
+    left.assert_called_once_with("rank 1 of the target: killed by signal 9")
+
+
 def starting(monkeypatch: pytest.MonkeyPatch) -> Followers:
     """Of a rank whose others have loaded their shares, and are about to be asked to join."""
     monkeypatch.setattr(followers, "_Follower", Mock())

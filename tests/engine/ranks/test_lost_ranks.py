@@ -5,11 +5,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from engines import GREEDY, engine_config, prompts, run
 from forked_ranks import forked
 from tiny_models import DEVICE, VOCAB, Tiny
@@ -20,7 +24,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.models import pair
 from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.shares import WHOLE, Share
-from outrider.engine.ranks import followers
+from outrider.engine.ranks import followers, own_shares
 from outrider.engine.ranks.followers import RankLostError
 from outrider.engine.ranks.group import RankGroup
 from outrider.engine.ranks.wire import Op
@@ -70,9 +74,10 @@ def first_frame_of(follower: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What is heard of a process that runs this code, with the socket `s`; None: its loss."""
     code = f"import socket, sys, time; s = socket.socket(fileno=int(sys.argv[1])); {follower}"
     monkeypatch.setattr(followers, "_COMMAND", (sys.executable, "-c", code))
-    meeting_fd, lost = os.memfd_create("meeting"), followers._Loss()
-    one = followers._Follower(1, EngineConfig(target=ModelConfig(path="")), meeting_fd, lost)
-    answer = one.answers.get(timeout=30)
+    meeting_fd, lost, inbox = os.memfd_create("meeting"), followers._Loss(), SimpleQueue[Any]()
+    config = EngineConfig(target=ModelConfig(path=""))
+    one = followers._Follower(1, config, meeting_fd, lost, inbox)
+    answer = inbox.get(timeout=30)
     followers._end([one], lost, RankGroup(0, 2))
     os.close(meeting_fd)
     return answer, lost.reason
@@ -168,3 +173,47 @@ def test_a_follower_that_cannot_load_says_why_once(
     with pytest.raises(ConfigError, match=r"^rank 1 of the target: its share is damaged$"):
         start(engine_config(tiny_model()))
     assert "damaged" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="its ranks are forked from what is changed here")
+@pytest.mark.parametrize("what", ["bind", "allocate_host"])
+def test_a_follower_without_room_for_pages_keeps_the_engine_from_starting(
+    what: str,
+    tiny_model: Tiny,
+    start: Callable[[EngineConfig], Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would say that it is ready, and die at the first request."""
+    full = Mock(side_effect=torch.OutOfMemoryError("Tried to allocate 20.00 MiB"))
+    monkeypatch.setattr(own_shares.OwnShares, what, full)
+    config = engine_config(tiny_model(), num_pages=24)
+    config = replace(config, cache=replace(config.cache, host_gib=1e-3))
+    reason = r"^rank 1 of the target: its GPU has no room .*nvidia-smi.* 20\.00 MiB$"
+    with pytest.raises(ConfigError, match=reason):
+        start(config)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="its ranks are forked from what is changed here")
+def test_a_follower_that_cannot_load_is_not_waited_for_behind_another(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of them may load for minutes."""
+    waiting_fd, is_waiting_fd = os.pipe()
+
+    def load(config: EngineConfig, *, rank: int) -> Any:
+        if rank == 2:
+            os.read(waiting_fd, 1)
+            raise UnsupportedModelError("its share is damaged")
+        Event().wait()
+
+    def report(stage: str, *_: int) -> None:
+        if stage == "waiting for the other ranks":
+            os.write(is_waiting_fd, b".")
+
+    monkeypatch.setattr(own_shares, "load_shares", load)
+    sizes = {"num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 96}
+    config = shared(engine_config(tiny_model(hidden_size=48, **sizes)), 3)
+    with forked(), pytest.raises(ConfigError, match=r"^rank 2 of the target: its share is dam"):
+        Engine(config, report)
+    os.close(waiting_fd)
+    os.close(is_waiting_fd)
