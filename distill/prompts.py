@@ -197,7 +197,7 @@ def _turns_of_file(path: Path) -> Iterator[str]:
         for number, line in enumerate(lines, 1):
             where = f"line {number} of {path}"
             try:
-                text = line.decode().rstrip("\r\n")
+                text = line.decode("utf-8-sig").rstrip("\r\n")
                 if text.strip():
                     yield _turn(json.loads(text), where) if path.suffix == ".jsonl" else text
             except ValueError as error:

@@ -141,7 +141,7 @@ class Recipe:
     def load(path: Path) -> "Recipe":
         """Of the fields in a JSON object; raises DistillError."""
         try:
-            given = json.loads(path.read_text(encoding="utf-8"))
+            given = json.loads(path.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as error:
             raise DistillError(f"cannot read the recipe {path}: {error}") from None
         if not isinstance(given, dict):

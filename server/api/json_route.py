@@ -1,6 +1,7 @@
 """Where a body of JSON is received, counted, read, and let go."""
 
 import inspect
+from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -76,7 +77,7 @@ async def _body(request: Request, kind: TypeAdapter[Any]) -> Any:
 def _validated(json: bytes, kind: TypeAdapter[Any]) -> Any:
     problems: list[Any]
     try:
-        value = from_json(json, allow_inf_nan=False) if json else None
+        value = from_json(json.removeprefix(BOM_UTF8), allow_inf_nan=False) if json else None
     except ValueError as error:
         problems = [{"type": "json_invalid", "loc": ("body",), "ctx": {"error": str(error)}}]
         raise RequestValidationError(problems) from None

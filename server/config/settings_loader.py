@@ -87,8 +87,8 @@ def _shipped(name: str) -> Traversable:
 def _from_file(path: Path) -> Iterator[_Given]:
     is_name = not path.exists() and path.name == str(path) and path.suffix != ".toml"
     try:
-        with (_shipped(path.name) if is_name else path).open("rb") as file:
-            content = tomllib.load(file)
+        file = _shipped(path.name) if is_name else path
+        content = tomllib.loads(file.read_bytes().decode("utf-8-sig"))
     except OSError as error:
         raise SettingsError(f"cannot read config file {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import threading
 import uuid
+from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator
 from typing import IO, Any
 
@@ -48,6 +49,7 @@ async def answer_lines(
                 line = await _next_line(file)
             if not line:
                 return
+            line = line.removeprefix(BOM_UTF8)  # editors on Windows begin files with it
             if line.strip():
                 done.put_nowait(await _answer(http, engine, line))
 

@@ -19,7 +19,7 @@ def read_template(path: Path) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        template = path.read_text("utf-8")
+        template = path.read_text("utf-8-sig")  # a byte order mark is no part of a prompt
         render_jinja_template([[]], chat_template=template)
     except OSError as error:
         raise ValueError(f"cannot read it: {error.strerror}") from None

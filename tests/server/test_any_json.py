@@ -134,3 +134,8 @@ def test_any_messages_are_answered(served: Served, messages: list[Any], end: boo
 def test_any_value_as_the_body_is_answered(served: Served, body: object) -> None:
     for path, _, _ in ENDPOINTS:
         assert post(served.app, body, path=path).status == 400
+
+
+def test_a_body_may_begin_with_a_byte_order_mark(served: Served) -> None:
+    """Files of Windows do, and clients send them as they are."""
+    assert post(served.app, '{"prompt": "Hi"}'.encode("utf-8-sig")).status == 200

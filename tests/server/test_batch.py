@@ -40,6 +40,12 @@ def answers(served: Served, lines: list[str], max_at_once: int = 2) -> dict[str,
     return asyncio.run(run())
 
 
+def test_lines_may_begin_with_a_byte_order_mark(serve: Serve) -> None:
+    given = [f"\ufeff{line(name, {'prompt': 'Hi'})}" for name in "ab"]
+    answered = answers(serve(), ["\ufeff\n", *given])
+    assert [answered[name]["response"]["status_code"] for name in "ab"] == [200, 200]
+
+
 def test_every_line_is_answered_by_its_route(serve: Serve) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
     answered = answers(

@@ -147,8 +147,9 @@ TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}{% generation %}
 
 
 @pytest.mark.parametrize("has_own", [False, True])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_a_template_of_the_settings_goes_before_the_models_own(
-    has_own: bool, models: Path, tmp_path: Path
+    encoding: str, has_own: bool, models: Path, tmp_path: Path
 ) -> None:
     target = shutil.copytree(models / "target", tmp_path / "target")
     if not has_own:
@@ -156,7 +157,7 @@ def test_a_template_of_the_settings_goes_before_the_models_own(
     plain = [f"target.model={target}", "speculation.proposer=none"]
     own = prepare_pair(load_settings(assignments=plain, environ={})).tokenizer.chat_template
     assert (own is not None) is has_own
-    (tmp_path / "chat.jinja").write_text(TEMPLATE + "\n")
+    (tmp_path / "chat.jinja").write_text(TEMPLATE + "\n", encoding)
     given = [*plain, f"target.chat_template={tmp_path / 'chat.jinja'}"]
     found = prepare_pair(load_settings(assignments=given, environ={}))
     template = Tokenizer(found.tokenizer).chat_template

@@ -249,6 +249,11 @@ def test_a_name_that_no_config_has_lists_those_there_are() -> None:
         load_settings(Path("qwen3-80b"), environ={})
 
 
+def test_a_config_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (path := tmp_path / "pair.toml").write_text("[server]\r\nport = 1\r\n", "utf-8-sig")
+    assert load_settings(path, environ={}).server.port == 1
+
+
 def test_broken_config_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"none\.toml: No such file"):
         load_settings(tmp_path / "none.toml", environ={})

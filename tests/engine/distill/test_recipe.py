@@ -33,8 +33,9 @@ def test_what_is_no_recipe_is_refused(text: str | None, words: str, path: Path) 
         Recipe.load(path)
 
 
-def test_a_recipe_names_what_it_changes(path: Path) -> None:
-    path.write_text('{"target": "t", "out": "o", "start": null, "learning_rate": 1}')
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_recipe_names_what_it_changes(path: Path, encoding: str) -> None:
+    path.write_text('{"target": "t", "out": "o", "start": null, "learning_rate": 1}', encoding)
     assert Recipe.load(path) == Recipe(target="t", out="o", learning_rate=1)
 
 

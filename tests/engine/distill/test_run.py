@@ -411,6 +411,13 @@ def test_user_turns_may_come_from_a_file(recipe: Recipe, tmp_path: Path) -> None
     assert "prompts.jsonl" in (Path(recipe.out) / "README.md").read_text()
 
 
+def test_a_file_of_prompts_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "turns.txt").write_text("ab\r\ncd\n", "utf-8-sig")
+    (tmp_path / "turns.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "cd"}\n', "utf-8-sig")
+    for name in ("turns.txt", "turns.jsonl"):
+        assert user_turns(str(tmp_path / name)) == ["ab", "cd"]
+
+
 @pytest.mark.parametrize(
     ("name", "line", "words"),
     [
