@@ -145,11 +145,11 @@ class Engine:
         self.sequences = Sequences(
             config.scheduler,
             memory,
-            max_model_len,
-            slots.max_drafts,
-            slots.max_drawn,
-            slots.max_verified,
-            adaptive,
+            max_model_len=max_model_len,
+            max_drafts=slots.max_drafts,
+            max_drawn=slots.max_drawn,
+            max_verified=slots.max_verified,
+            adaptive=adaptive,
         )
         self.scheduler = Scheduler(self.sequences, self.worker.proposer)
         self.committer = Committer(self.sequences, is_learning=is_learning)

@@ -107,17 +107,17 @@ class Worker:
             self.pair.page_size,
             self.device,
             self.pair.vocab_size,
-            k if "draft_model" in config.speculation.sources else 0,
-            len(self.pair.groups),
-            self._num_kept_states(config),
+            max_drawn=k if "draft_model" in config.speculation.sources else 0,
+            num_groups=len(self.pair.groups),
+            num_kept_states=self._num_kept_states(config),
         )
         self.budget = Budget(
             [group.spec for group in self.pair.groups],
-            self.pair.page_size,
-            config.scheduler.max_num_seqs,
-            self.slots.max_drafts,
-            config.scheduler.max_num_batched_tokens,
-            self.pair.caches_prefixes,
+            page_size=self.pair.page_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_drafts=self.slots.max_drafts,
+            most_rows=config.scheduler.max_num_batched_tokens,
+            caches_prefixes=self.pair.caches_prefixes,
             has_host_tier=config.cache.host_gib > 0,
         )
         self.host_pages: tuple[list[int], PageCopies] | None = None  # number of each group's
