@@ -106,18 +106,11 @@ class Share(NamedTuple):
 
 def why_cut(layer: str, size: int, num_in: int, group: int, *, has_order: bool) -> str | None:
     """Why so many ranks cannot share the inputs of a quantised layer, of which each `group` have a
-    scale, and how many can; None: they can.
+    scale; None: they can.
     """
     count = num_in // size
     reason = why_not_columns(num_in, group, count, count, has_order=has_order)
-    if size == 1 or reason is None:
-        return None
-    num_groups = 1 if has_order else num_in // group  # an order goes across all groups
-    works = [str(n) for n in range(1, num_groups + 1) if num_groups % n == 0]
-    return (
-        f"{layer} cannot be shared by {size}: {reason}; it can be by {', '.join(works)} "
-        "(tensor_parallel)"
-    )
+    return f"{layer} cannot be shared by {size}: {reason}" if size > 1 and reason else None
 
 
 WHOLE = Share()

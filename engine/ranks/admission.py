@@ -67,7 +67,8 @@ def why_not_these_gpus(size: int, device: torch.device) -> str | None:
         )
     num_gpus = torch.cuda.device_count()
     if num_gpus < size:
-        return f"{num_gpus} GPUs are visible: set it to {num_gpus} at most"
+        are = "GPU is" if num_gpus == 1 else "GPUs are"
+        return f"{num_gpus} {are} visible: set it to {num_gpus} at most"
     gpus = [torch.cuda.get_device_properties(i) for i in range(size)]
     if len(names := sorted({gpu.name for gpu in gpus})) > 1:  # each would take its own kernels
         return (
@@ -103,7 +104,7 @@ class Sharing:
         self._model, self._role, self._alone = model, role, alone
 
     def why_not(self, num_ranks: int) -> str | None:
-        """What keeps so many ranks from sharing it; None: nothing does."""
+        """What keeps so many ranks from sharing it, and what would work; None: nothing does."""
         instead = self._alone and f": {self._alone}"
         if holds_gguf(Path(self._model.path)):
             return f"the {self._role} is a GGUF file, which is read whole{instead}"
@@ -112,13 +113,20 @@ class Sharing:
         config, _ = self._config
         if reason := why_unknown(config):
             return f"the {self._role} runs as transformers has it ({reason}){instead}"
-        family = FAMILIES[config.model_type]
-        if cut := family.cut_by(config, num_ranks):
-            if self._role == "target":
-                numbers = range(1, config.num_attention_heads + 1)
-                choices = [str(n) for n in numbers if not family.cut_by(config, n)]
-                instead = f": set it to {' or '.join(choices)}"
-            return f"it does not divide {', '.join(cut)}{instead}"
+        reason = self._why_cut(num_ranks)
+        if reason is None:
+            return None
+        if self._role == "target":
+            numbers = range(2, config.num_attention_heads + 1)
+            works = [1, *(n for n in numbers if not self._why_cut(n))]
+            instead = f": set it to {_one_of(works)}"
+        return f"{reason}{instead}"
+
+    def _why_cut(self, num_ranks: int) -> str | None:
+        """What of it so many ranks would cut."""
+        config, _ = self._config
+        if cut := FAMILIES[config.model_type].cut_by(config, num_ranks):
+            return f"it does not divide {', '.join(cut)}"
         reasons = (inputs.why_cut(num_ranks) for inputs in self._scaled_inputs)
         return next(filter(None, reasons), None)
 
@@ -135,3 +143,8 @@ class Sharing:
         if not is_quantised:
             return []
         return scaled_inputs(self._model.path, config, FAMILIES[config.model_type])
+
+
+def _one_of(numbers: list[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -36,7 +36,7 @@ class ScaledInputs(NamedTuple):
     has_order: bool  # groups are not of neighbours
 
     def why_cut(self, num_ranks: int) -> str | None:
-        """Why so many ranks cannot share them, and how many can; None: they can."""
+        """Why so many ranks cannot share them; None: they can."""
         return why_cut(self.layer, num_ranks, self.num_in, self.group, has_order=self.has_order)
 
 

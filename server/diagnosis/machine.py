@@ -14,6 +14,7 @@ import psutil
 import torch
 from transformers import PreTrainedConfig
 
+from outrider.engine.config import ConfigError
 from outrider.engine.host_memory import available_bytes
 from outrider.engine.models.admission import resolve_dtype
 from outrider.engine.ranks.fit import fewest_gpus, room_for_weights
@@ -236,6 +237,16 @@ def pair(
     if not known:
         return Finding("note", f"how much memory {configured} takes is not known: {counted}")
     numbers = numbers if num_ranks is None else [num_ranks]
+    if isinstance(counted, PairWeights) and counted.config is not None and numbers != [1]:
+        from outrider.engine.ranks.admission import Sharing, check_ranks
+
+        try:
+            check_ranks(counted.config, torch.device(counted.config.device))
+        except ConfigError as error:
+            return Finding("bad", str(error))
+        if num_ranks is None:
+            sharing = Sharing(counted.config.target)
+            numbers = [n for n in numbers if n == 1 or sharing.why_not(n) is None]
     fits = ((each, fewest_gpus(each[1].weights, room_bytes, numbers)) for each in known)
     (model, found), num = next((fit for fit in fits if fit[1]), (known[-1], None))
     text = f"{found.text} {found.weights.in_all / 1e9:.1f} GB of weights{in_dtype}"

@@ -28,6 +28,7 @@ class PairWeights(NamedTuple):
     text: str  # what was counted, in words
     weights: Weights
     is_least: bool = False  # whether more is whole on the first GPU: only a sum is known
+    config: EngineConfig | None = None  # of a pair that is here
 
 
 def counted(settings: Settings, *, has_hub: bool) -> PairWeights | str:
@@ -64,14 +65,21 @@ def _by_files(settings: Settings) -> PairWeights:
         draft=(
             model_config(draft, settings.draft.dtype or dtype, settings.draft) if draft else None
         ),
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=_device(settings.target.device),
     )
     folders = {target} | ({draft} if draft else set())
     if engine.device == "cpu" and any(map(holds_gguf, folders)):  # it keeps its width there
         files = (file for folder in folders for file in folder.glob("model*.*"))
         in_all = sum(file.stat().st_size for file in files)
-        return PairWeights(text, Weights(in_all, in_all))
-    return PairWeights(text, pair_weights(engine))
+        return PairWeights(text, Weights(in_all, in_all), config=engine)
+    return PairWeights(text, pair_weights(engine), config=engine)
+
+
+def _device(named: str) -> str:
+    """As the server would have it, if it is here."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "cuda" if named == "auto" else named
 
 
 def _draft(settings: DraftSettings, target: Path) -> Path:

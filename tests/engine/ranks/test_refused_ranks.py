@@ -9,6 +9,7 @@ import pytest
 import torch
 from engines import engine_config
 from heads import save_tiny_head
+from quantised import quantise
 from tiny_models import DEVICE, Tiny
 from two_ranks import shared, with_shared_draft
 
@@ -33,7 +34,7 @@ def test_an_engine_beside_another_of_the_process_is_refused(
 @pytest.mark.parametrize(
     ("size", "architecture", "reason"),
     [
-        (3, "llama", r"does not divide .*num_key_value_heads 2: set it to 1 or 2 or 4$"),
+        (3, "llama", r"does not divide .*num_key_value_heads 2: set it to 1, 2 or 4$"),
         (4, "gpt_oss", r"does not divide intermediate_size 64 in groups of 32: set it to 1 or 2$"),
         (2, "granitemoehybrid", r"does not divide mamba_n_groups 1: set it to 1$"),
         (2, "gemma2", "runs as transformers has it .*: leave it out, or run a replica on each GPU"),
@@ -54,6 +55,18 @@ def test_a_target_that_cannot_be_shared_is_refused_at_once(
         Engine(shared(engine_config(tiny_model(architecture)), size))
 
 
+def test_numbers_of_ranks_that_would_work_cut_neither_heads_nor_scales(
+    tiny_model: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three would share these groups of 128 inputs, but not the two KV heads."""
+    monkeypatch.setattr(followers, "Followers", None)
+    sizes = {"num_attention_heads": 6, "hidden_size": 384, "intermediate_size": 768, "head_dim": 64}
+    path = quantise(tiny_model("qwen3", **sizes), tmp_path, "fp8 of blocks")
+    reason = r"o_proj cannot be shared by 2: 128 inputs .* 192 inputs would cut: set it to 1$"
+    with pytest.raises(ConfigError, match=reason):
+        Engine(shared(engine_config(path)))
+
+
 @pytest.mark.parametrize(
     ("gpus", "reason"),
     [
@@ -63,7 +76,7 @@ def test_a_target_that_cannot_be_shared_is_refused_at_once(
             "the GPUs are A100 and H100, but ranks need GPUs of one model: ",
         ),
         ([("H100", 80), ("H100", 64)], "the GPUs have 80, 64 GiB, and all get shares of the same"),
-        ([("H100", 80)], "1 GPUs are visible: set it to 1 at most"),
+        ([("H100", 80)], "1 GPU is visible: set it to 1 at most"),
     ],
 )
 def test_ranks_have_gpus_of_one_kind(
