@@ -23,6 +23,18 @@ from .weights import Axis, Dense, Matrix, Tiles
 # Tensors that stretch RoPE: by Llama 3.1's rule, and by LongRoPE.
 _ROPE_FACTORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
+# Metadata that no config of transformers takes from a file, and their values that change nothing.
+_LEFT_OUT: dict[str, tuple[float, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "embedding_scale": (0, 1),
+    "expert_weights_scale": (0, 1),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+}
+
 
 def why_misread(file: GgufFile, understood: Collection[str] = ()) -> str | None:
     """What this file has that transformers would leave out without a word; None if nothing.
@@ -32,6 +44,10 @@ def why_misread(file: GgufFile, understood: Collection[str] = ()) -> str | None:
     name = file.metadata.get("general.architecture")
     if stretched := _rope_scaling(file.metadata, f"{name}.rope"):
         return stretched
+    for key, neutral in _LEFT_OUT.items():
+        value = file.metadata.get(f"{name}.{key}", neutral[0])
+        if value not in neutral:
+            return f"{name}.{key} {value:g}"
     # Gemma 4's factors only say which dimensions rotate, as its configuration does.
     ignored = set() if name == "gemma4" else _ROPE_FACTORS
     known = architecture_of(file.metadata)

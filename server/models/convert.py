@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.engine.api import ReportProgress
 from outrider.engine.models.weight_files import GGUF
 
+from .gguf_config import config_of
 from .store import ModelError
 
 if TYPE_CHECKING:
@@ -30,11 +31,6 @@ TOKENIZER_FILES = (
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 # By GGUF's types of tensors; all others are quantised, and bfloat16 is precise enough for them.
 _UNQUANTISED_DTYPES = {0: "float32", 1: "float16"}
-# Metadata that transformers does not read for some architectures, and their fields in a config.
-_SIZES = {
-    "attention.key_length": "head_dim",  # stays at 128 for qwen3
-    "expert_feed_forward_length": "moe_intermediate_size",  # stays at 768 for qwen3moe
-}
 # Names of tokenizer.ggml.pre. transformers knows some of them, and silently splits text for any
 # other name as GPT-2 does, which is wrong for most. The second group splits off digits first (as
 # llama.cpp does). Names in neither group that end up with GPT-2's splitting are refused.
@@ -132,21 +128,16 @@ def _warn_of_later_layers(source: Path, file: "GgufFile") -> None:
 
 def _keep_file(held: Path, file: "GgufFile", rope: dict[str, Any] | None) -> None:
     """Keep the file itself, with a config beside it. Raises ValueError if tensors are missing."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from outrider.engine.models.gguf_checkpoint import missing_tensors
 
     if missing := missing_tensors(file):
         raise ValueError(f"it lacks {', '.join(missing[:3])}; get the file again")
-    config = AutoConfig.from_pretrained(held.parent, gguf_file=held.name)
+    config = config_of(held, file, rope)
     config.dtype = "bfloat16"  # of everything but the weights
-    config.rope_parameters = rope or config.rope_parameters
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    for key, field in _SIZES.items():
-        size = file.metadata.get(f"{file.metadata['general.architecture']}.{key}")
-        if size is not None:
-            setattr(config, field, size)
     _set_tokens(config, file)
     config.save_pretrained(held.parent)
     GenerationConfig.from_model_config(config).save_pretrained(held.parent)
@@ -184,16 +175,16 @@ def _unpack(held: Path, file: "GgufFile", dtype: str, rope: dict[str, Any] | Non
 
     from outrider.engine.models.pretrained import load_pretrained
 
+    config = config_of(held, file, rope)
+    _set_tokens(config, file)
     with contextlib.redirect_stderr(io.StringIO()):  # some of its progress bars have no switch
         model = load_pretrained(
             held,
-            None,
+            config,
             torch.device("cpu"),
             dtype=getattr(torch, dtype),
             quantization_config=GgufConfig(dequantize=True),  # otherwise save_pretrained raises
         )
-        model.config.rope_parameters = rope or model.config.rope_parameters
-        _set_tokens(model.config, file)
         model.generation_config = GenerationConfig.from_model_config(model.config)
         model.save_pretrained(held.parent)
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Increase when the conversion of GGUF files changes its output, or refuses more of them.
-_GGUF_RECIPE = 5
+_GGUF_RECIPE = 6
 _MADE_FROM_GGUF = re.compile(r" mtime \d+, recipe (\d+)$")
 _MAX_POINTER_BYTES = 1024  # by the specification of Git LFS
 
