@@ -150,7 +150,7 @@ class HostTier:
             with self._or_fail():  # sorted: neighbours go in one copy
                 self._copies.load(group, [m[0] for m in moves], [m[1] for m in moves])
 
-    def take_arrived(self, *, steps_wait: bool = False) -> list[Arrival]:
+    def take_arrived(self, *, steps_wait: bool) -> list[Arrival]:
         """The pages of a transfer that has ended, those of the beginning of a prefix last.
 
         `steps_wait`: it need not have ended, since steps launched from now on wait for it.

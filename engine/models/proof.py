@@ -22,7 +22,6 @@ from transformers.utils import logging as transformers_logging
 from outrider.kernels.compiling import compile_together
 from outrider.kernels.model.rms_norm import rms_norm
 
-from ..api import ignore_progress
 from ..progress import ReportCounts, counter
 from .admission import failures_explained
 from .attention import ForwardBatch, PagedAttention
@@ -46,7 +45,7 @@ class Original:
         config: PreTrainedConfig,
         dtype: torch.dtype,
         device: torch.device,
-        last_norm: str = "model.norm",
+        last_norm: str,
     ) -> None:
         """`last_norm`: the name of the norm behind the last layer."""
         with torch.device("meta"):
@@ -195,8 +194,8 @@ def why_different(
     original: Original,
     starts: Sequence[int],
     *,
-    batch_invariant: bool = False,
-    report: ReportCounts = ignore_progress,
+    batch_invariant: bool,
+    report: ReportCounts,
 ) -> str | None:
     """Names a part of the decoder that differs from transformers' model; None if all agree.
 

@@ -190,7 +190,7 @@ class Verifier:
         num_drafts_np: np.ndarray,
         kind: Shape,
         logits: Tensor,
-        more: Tensor | None = None,
+        more: Tensor | None,
     ) -> Tensor:
         """Verify the requests in these slots, whose rows of logits follow in this order. The last N
         have `more` drafts.

@@ -242,7 +242,7 @@ THOUGHTS = (
 )
 
 
-def shown_format(chat_template: str, model_type: str = "") -> str | None:
+def shown_format(chat_template: str, model_type: str) -> str | None:
     """The name of the first format whose marks are all in the template; else that of the model's
     type.
     """

@@ -108,7 +108,7 @@ class MessageFormat:
             return None
         return (*self._format.markers, *(self._thoughts.tokens if self.has_reasoning else ()))
 
-    def has_begun_reasoning(self, prompt: str, continued: str = "") -> bool:
+    def has_begun_reasoning(self, prompt: str, continued: str) -> bool:
         """Whether the answer begins within a thought: one that the prompt opens at its end, or one
         that is open in the turn which the answer continues.
         """

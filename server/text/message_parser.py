@@ -128,8 +128,8 @@ class MarkerParser(MessageParser):
         form: CallFormat | None,
         tools: Tools,
         *,
-        thoughts: Thoughts | None = None,
-        begun: bool = False,
+        thoughts: Thoughts | None,
+        begun: bool,
         calls_are_json: bool = False,
     ) -> None:
         super().__init__(tools, partial(json_calls, form) if form else calls_of_field)

@@ -23,10 +23,10 @@ class MessageReader:
         self,
         parser: MessageParser | None,
         *,
-        calls_only: bool = False,
-        with_reasoning: bool = True,
-        max_calls: int | None = None,
-        free_text: Collection[str] = (),
+        calls_only: bool,
+        with_reasoning: bool,
+        max_calls: int | None,
+        free_text: Collection[str],
     ) -> None:
         self._parser = parser
         self._calls_only = calls_only
