@@ -158,28 +158,27 @@ def test_a_model_that_picks_its_attention_from_a_table_is_refused(
         load_network(ModelConfig(path=str(tmp_path)), DEVICE)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "owner", "method"),
+    [
+        ("gemma2", HuggingFaceModel, "_run"),  # it runs as transformers has it
+        ("llama", LlamaModel, "forward"),  # our decoder is compared with it
+    ],
+)
 def test_code_that_fails_is_a_reason_to_refuse(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    owner: type,
+    method: str,
 ) -> None:
     def broken(*_: object, **__: object) -> NoReturn:
         raise AttributeError("no such thing\nand more")
 
-    monkeypatch.setattr(HuggingFaceModel, "_run", broken)
-    match = r"gemma2.*transformers' code fails \(AttributeError: no such thing\)"
+    monkeypatch.setattr(owner, method, broken)
+    match = rf"{architecture}.*transformers' code fails \(AttributeError: no such thing\)"
     with pytest.raises(UnsupportedModelError, match=match):
-        load_network(ModelConfig(path=str(tiny_model("gemma2"))), DEVICE)
-
-
-def test_code_that_fails_while_our_decoder_is_compared_is_a_reason_to_refuse(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object, **__: object) -> NoReturn:
-        raise AttributeError("no such thing\nand more")
-
-    monkeypatch.setattr(LlamaModel, "forward", broken)
-    match = r"llama.*transformers' code fails \(AttributeError: no such thing\)"
-    with pytest.raises(UnsupportedModelError, match=match):
-        load_network(ModelConfig(path=str(tiny_model("llama"))), DEVICE)
+        load_network(ModelConfig(path=str(tiny_model(architecture))), DEVICE)
 
 
 @pytest.mark.parametrize(
