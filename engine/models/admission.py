@@ -88,6 +88,10 @@ def check_config(hf_config: PreTrainedConfig) -> None:
     rope_types = _rope_types(text_config)
     if "dynamic" in rope_types:
         raise UnsupportedModelError("its dynamic RoPE depends on the whole batch")
+    for rope in ropes_of(text_config).values():
+        theta = rope.get("rope_theta")
+        if isinstance(theta, int | float) and not theta > 0:
+            raise UnsupportedModelError(f"its rope_theta is {theta}; it must be more than 0")
 
 
 def layers_differ(text_config: PreTrainedConfig) -> bool:

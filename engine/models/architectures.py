@@ -89,9 +89,11 @@ def eos_token_ids(directory: Path, config: Any, tokenizer: Any) -> tuple[int, ..
 @contextmanager
 def invalid_config_as_value_error() -> Iterator[None]:
     """Raises ValueError, on one line, where transformers finds that a config contradicts itself:
-    it has an error of its own for that, of several lines.
+    it has an error of its own for that, of several lines, or fails in computing with its numbers.
     """
     try:
         yield
     except StrictDataclassError as error:
         raise ValueError(" ".join(str(error).split())) from error
+    except (ArithmeticError, AttributeError, IndexError, TypeError) as error:
+        raise ValueError(f"its config.json is damaged ({type(error).__name__}: {error})") from error

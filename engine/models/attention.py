@@ -275,6 +275,8 @@ class PagedAttention:
             raise UnsupportedModelError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads"
             )
+        if isinstance(self.scale, complex):  # a power of a negative number
+            raise UnsupportedModelError(f"its attention multiplies scores by {self.scale}")
         if self.window is not None and self.window < 1:
             raise UnsupportedModelError(
                 f"its layers attend to a window of {self.window} tokens; it must have 1 or more"

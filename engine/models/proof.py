@@ -47,8 +47,11 @@ class Original:
         device: torch.device,
         last_norm: str,
     ) -> None:
-        """`last_norm`: the name of the norm behind the last layer."""
-        with torch.device("meta"):
+        """`last_norm`: the name of the norm behind the last layer.
+
+        Raises UnsupportedModelError if transformers' code fails.
+        """
+        with failures_explained(), torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),  # which it changes
                 dtype=dtype,
@@ -59,7 +62,8 @@ class Original:
         decoder, self._last_norm = self.model.get_decoder(), last_norm
         # RoPE's frequencies are no weights: on the meta device they have not been computed.
         if getattr(decoder, "rotary_emb", None) is not None:
-            decoder.rotary_emb = type(decoder.rotary_emb)(config).to(device)
+            with failures_explained():
+                decoder.rotary_emb = type(decoder.rotary_emb)(config).to(device)
 
     def fill(self, checkpoint: AnyCheckpoint) -> None:
         """Use what was read as weights. Raises ValueError if only one has some of them."""

@@ -48,8 +48,9 @@ class Router(NamedTuple):
 
     def why_impossible(self, num_experts: int) -> str | None:
         """Why no row can choose so; None if rows can."""
-        in_group = num_experts // self.num_groups
-        if num_experts % self.num_groups or (self.num_groups > 1 and in_group < 2):
+        in_group = num_experts // max(1, self.num_groups)
+        are_even = self.num_groups > 0 and num_experts % self.num_groups == 0
+        if not are_even or (self.num_groups > 1 and in_group < 2):
             return f"{num_experts} experts do not form {self.num_groups} groups"
         if not 0 < self.top_groups <= self.num_groups:
             return f"a row chooses {self.top_groups} of {self.num_groups} groups of experts"

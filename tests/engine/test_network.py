@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from outrider.engine.config import ModelConfig
 from outrider.engine.models import families
 from outrider.engine.models.admission import UnsupportedModelError
+from outrider.engine.models.architectures import load_config
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.hugging_face import HuggingFaceModel, PackedLinear
 from outrider.engine.models.loading import load_network
@@ -281,6 +282,39 @@ def test_attention_that_is_not_causal_is_refused(
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"no config\.json"):
         load_network(ModelConfig(path=str(tmp_path)), DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "reason"),
+    [
+        ("llama", {"head_dim": 0}, r"transformers' code fails \(ZeroDivisionError"),
+        ("llama", {"rope_parameters": {"rope_theta": None}}, r"fails \(TypeError"),
+        ("llama", {"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0"),
+        ("glm4_moe", {"n_group": 0}, "do not form 0 groups"),
+        ("gemma2", {"query_pre_attn_scalar": -1}, "multiplies scores by"),
+        ("qwen3_next", {"linear_num_key_heads": 0}, "heads of no size, or none"),
+    ],
+)
+def test_numbers_with_which_nothing_can_be_computed_are_refused(
+    architecture: str,
+    changes: dict[str, object],
+    reason: str,
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    path = Path(shutil.copytree(tiny_model(architecture), tmp_path / "model"))
+    change_config(path, **changes)
+    with pytest.raises(UnsupportedModelError, match=f"{architecture}.*{reason}"):
+        load_network(ModelConfig(path=str(path)), DEVICE)
+
+
+def test_a_config_that_transformers_cannot_compute_with_is_a_value_error(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+    change_config(path, num_attention_heads=0)
+    with pytest.raises(ValueError, match=r"config.json is damaged \(ZeroDivisionError"):
+        load_config(path)
 
 
 @pytest.mark.skipif(

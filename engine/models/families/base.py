@@ -127,7 +127,7 @@ class Family(ABC):
             whole = {"partial_rotary_factor"} if rope.get("partial_rotary_factor") == 1 else set()
             if unknown := sorted(set(rope) - _ROPE - cls.rope_fields - whole):
                 return f"its RoPE has {', '.join(unknown)}"
-            rope_type = rope.get("rope_type", "default")
+            rope_type = str(rope.get("rope_type", "default"))
             if rope_type not in STATIC_ROPE:
                 return f"its RoPE is {rope_type}"
         for field, known in cls.activations.items():

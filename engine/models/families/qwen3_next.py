@@ -43,6 +43,8 @@ class Hybrid(Llama):
         if getattr(config, "attn_output_gate", True) is False:
             return "its attention has no gate"
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+        if min(keys, config.linear_key_head_dim, config.linear_value_head_dim) < 1:
+            return "its delta nets have heads of no size, or none"
         if values % keys:
             return f"{values} value heads cannot share {keys} key heads"
         return super().why_unknown(config)
