@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from outrider.engine.api import FinishReason, NewRequest, RequestOutput, TokenLogprobs
-from outrider.engine.processes.client import EngineClient, OutputStream
+from outrider.engine.processes.client import (
+    EngineClient,
+    EngineUnavailableError,
+    OutputStream,
+)
 
 from ..base.errors import (
     dead_end,
@@ -281,34 +285,40 @@ class Generation:
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Deltas of all samples as they arrive; raises APIError or EngineUnavailableError."""
         unfinished, num_read = len(self._samples), 0
-        async for output in self._outputs:
-            num_read += 1
-            if num_read % TURN_OUTPUTS == 0:  # the stream waits only if it has nothing
-                await asyncio.sleep(0)
-            if output.finish_reason == "error":
-                self._end(self._samples[output.request_id], "error")
-                error = dead_end if output.is_dead_end else internal_error
-                raise error(output.error or "The engine failed on this request.")
-            sample = self._samples[output.request_id]
-            if sample.finished:
-                continue
-            if output.finish_reason == "abort" and self._expiry is not None:
-                raise timed_out(self._timeout_s)
-            if output.finish_reason == "abort":
-                raise unavailable("The server stopped this request.", code="aborted")
-            self._clock.tick(output)
-            if output.num_computed_prompt_tokens is not None:
-                yield self._progress(sample, output, output.num_computed_prompt_tokens)
-            delta = sample.take(output, more=self._outputs.has_more_tokens(output.request_id))
-            if delta is not None and delta.finish_reason is not None:
-                self._end(sample, delta.finish_reason)
-                unfinished -= 1
-                if output.finish_reason is None and unfinished:
-                    await self._client.abort([output.request_id])
-            if delta is not None:
-                yield delta
-            if not unfinished:
-                return
+        try:
+            async for output in self._outputs:
+                num_read += 1
+                if num_read % TURN_OUTPUTS == 0:  # the stream waits only if it has nothing
+                    await asyncio.sleep(0)
+                if output.finish_reason == "error":
+                    self._end(self._samples[output.request_id], "error")
+                    error = dead_end if output.is_dead_end else internal_error
+                    raise error(output.error or "The engine failed on this request.")
+                sample = self._samples[output.request_id]
+                if sample.finished:
+                    continue
+                if output.finish_reason == "abort" and self._expiry is not None:
+                    raise timed_out(self._timeout_s)
+                if output.finish_reason == "abort":
+                    raise unavailable("The server stopped this request.", code="aborted")
+                self._clock.tick(output)
+                if output.num_computed_prompt_tokens is not None:
+                    yield self._progress(sample, output, output.num_computed_prompt_tokens)
+                delta = sample.take(output, more=self._outputs.has_more_tokens(output.request_id))
+                if delta is not None and delta.finish_reason is not None:
+                    self._end(sample, delta.finish_reason)
+                    unfinished -= 1
+                    if output.finish_reason is None and unfinished:
+                        await self._client.abort([output.request_id])
+                if delta is not None:
+                    yield delta
+                if not unfinished:
+                    return
+        except EngineUnavailableError:
+            for sample in self._samples.values():
+                if not sample.finished:
+                    self._end(sample, "error")
+            raise
         if unfinished:
             raise internal_error("The engine ended this request before it was finished.")
 

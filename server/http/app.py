@@ -342,8 +342,8 @@ def _status_routes(service: Service, gate: Gate, pair: Settings) -> APIRouter:
             return JSONResponse({"status": "ok"})
         report: dict[str, str] = {"status": client.state}
         # It may name files, and quote exceptions. Whoever may ask the model gets it as an error.
-        if not getattr(request.state, "only_probes", False):
-            report["reason"] = client.status_reason or ""
+        if client.status_reason and not getattr(request.state, "only_probes", False):
+            report["reason"] = client.status_reason
         return JSONResponse(report, 503)
 
     @router.get("/live", response_model=Health, responses={503: {"model": Health}})

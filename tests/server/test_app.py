@@ -16,7 +16,7 @@ from socket_server import on_a_socket
 from starlette.types import Message, Receive, Scope, Send
 
 from outrider.engine.api import EngineStats, NewRequest, RequestOutput
-from outrider.engine.processes.client import EngineState
+from outrider.engine.processes.client import EngineState, EngineUnavailableError
 from outrider.server.config.server_settings import ServerSettings
 
 Serve = Callable[..., Served]
@@ -247,6 +247,11 @@ def test_stopped_engine_ends_streams_with_an_error_event(serve: Serve) -> None:
 # ---- what watches
 
 
+def test_health_of_a_server_that_starts_has_no_reason(serve: Serve) -> None:
+    (served := serve()).client.state = "starting"
+    assert get(served.app, "/health").json() == {"status": "starting"}
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready"])
 def test_health_shows_its_reason_to_those_whom_a_request_would_show_it(
     serve: Serve, path: str
@@ -373,14 +378,17 @@ def test_sequences_are_counted_by_how_they_ended(serve: Serve) -> None:
         if first == 5:
             error = {"finish_reason": "error", "error": "broken"}
             return [RequestOutput(request_id=request.request_id, token_ids=[], **error)]
+        if first == 4:
+            return [steps(request, [70, 71])[0], EngineUnavailableError("the engine died")]
         return steps(request, [70, 71, 72], finish="stop" if first == 6 else "length")
 
     served = serve(play)
     post(served.app, OK | {"prompt": [[6], [7], [7]]})
     post(served.app, OK | {"prompt": [[5], [7]]})  # the second is aborted with the first
+    post(served.app, OK | {"prompt": [[4], [4]]})  # and here both end with the engine
     text = get(served.app, "/metrics").body.decode()
     ends = dict(re.findall(r'outrider_sequences_ended_total{finished_reason="(\w+)"} (\S+)', text))
-    assert ends == {"stop": "1.0", "length": "2.0", "error": "1.0", "abort": "1.0"}
+    assert ends == {"stop": "1.0", "length": "2.0", "error": "3.0", "abort": "1.0"}
 
 
 def test_without_steps_the_histograms_of_the_engine_are_empty(serve: Serve) -> None:
