@@ -98,6 +98,9 @@ def test_a_bias_of_another_length_is_reported_at_load(
         ({"fc_norm": True}, "no tensor 'fc_norm.0.weight'"),
         ({"architectures": ["LiLiCorrDraftModel"]}, "of kind lilicorr; of heads, eagle3, peagle"),
         ({"architectures": ["MedusaModel"]}, "of kind medusa; of heads, eagle3, peagle, dflash"),
+        ({"num_key_value_heads": 0}, r"config.json is damaged \(ZeroDivisionError"),
+        ({"rope_theta": "x"}, r"config.json is damaged \(TypeError"),
+        ({"draft_vocab_size": "x"}, "config.json is damaged"),
     ],
 )
 def test_a_bad_config_is_reported_at_load(

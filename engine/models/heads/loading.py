@@ -129,6 +129,9 @@ def _naming_both_models(what: str) -> Iterator[None]:
         raise
     except (SafetensorError, pickle.UnpicklingError, EOFError, OSError, RuntimeError) as error:
         raise HeadError(f"{what}: its file is damaged or cut short ({error})") from None
+    except (ArithmeticError, AttributeError, TypeError) as error:  # words in place of numbers
+        kind = type(error).__name__
+        raise HeadError(f"{what}: its config.json is damaged ({kind}: {error})") from error
 
 
 def _read_head(
