@@ -1,6 +1,6 @@
-"""Tries at load whether `block_scaled_product`, `few_rows_product` and `block_scaled_experts` work
-on the GPU at hand: whether rows have the same bits by each, and by the kernel for any GPU. If not,
-`scaled_product` and experts take that one for all.
+"""Tries at load whether `block_scaled_product`, `block_scaled_few_rows` and `block_scaled_experts`
+work on the GPU at hand: whether rows have the same bits by each, and by the kernel for any GPU. If
+not, `scaled_product` and experts take that one for all.
 """
 
 import functools
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..compiling import compile_together
 from .block_scaled_experts import tiled_activations, tiled_parts
+from .block_scaled_few_rows import FEW_ROWS
 from .block_scaled_product import failed, is_for
 from .expert_matrix import SILU, ExpertMatrix, part_of
 from .expert_tiles import tiles_of
-from .few_rows_product import FEW_ROWS
 from .narrow_matrix import NarrowMatrix, narrow_matrix
 from .routing import Routing
 from .row_codes import RowCodes, round_rows

@@ -4,7 +4,7 @@
 
 Nothing is converted, so many rows take half the time of 16-bit numbers. An output is summed in one
 order, however many rows there are, and whether the kernel for any GPU multiplies them, here, or one
-for Hopper GPUs: `few_rows_product`, `block_scaled_product`, `row_scaled_few_rows`,
+for Hopper GPUs: `block_scaled_few_rows`, `block_scaled_product`, `row_scaled_few_rows`,
 `row_scaled_product`. Tensor cores add products of e4m3 with some 14 bits, as the library does for
 speed: an error of 0.3% of a result, a tenth of what rounding its inputs costs.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 from .._dispatch import num_programs, num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
+from .block_scaled_few_rows import FEW_ROWS, block_scaled_few_rows
 from .block_scaled_product import BLOCK_ROWS, block_scaled_product, is_for
-from .few_rows_product import FEW_ROWS, few_rows_product
 from .narrow_matrix import NarrowMatrix
 from .row_codes import RowCodes
 from .row_scaled_few_rows import MOST_ROWS, row_scaled_few_rows
@@ -79,7 +79,7 @@ def scaled_product(
             )
             return
         if num_rows <= FEW_ROWS and not adds and (num_splits == 1 or not is_whole):
-            few_rows_product(out, x, matrix, bias, num_splits=num_splits, gated=gated)
+            block_scaled_few_rows(out, x, matrix, bias, num_splits=num_splits, gated=gated)
             return
     share, num_groups = width // num_splits, len(matrix.scale)
     is_even = share % _BLOCK_K == 0

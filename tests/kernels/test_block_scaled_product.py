@@ -14,7 +14,7 @@ from random_tensors import normals
 from torch import Tensor
 from verification import DEVICE
 
-from outrider.kernels.model import block_scaled_experts, few_rows_product
+from outrider.kernels.model import block_scaled_experts, block_scaled_few_rows
 from outrider.kernels.model import block_scaled_product as module
 from outrider.kernels.model import block_scaled_trial as trial
 from outrider.kernels.model.narrow_matrix import NarrowMatrix
@@ -168,10 +168,10 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
         gated: bool = False, adds: bool = False,
     ) -> None:  # fmt: skip
         how: dict[str, Any] = {"num_splits": num_splits, "gated": gated}
-        if adds or len(x.codes) > few_rows_product.FEW_ROWS:
+        if adds or len(x.codes) > block_scaled_few_rows.FEW_ROWS:
             module.block_scaled_product(out, x, matrix, bias, adds=adds, **how)
         else:
-            few_rows_product.few_rows_product(out, x, matrix, bias, **how)
+            block_scaled_few_rows.block_scaled_few_rows(out, x, matrix, bias, **how)
 
     failed: set[torch.device] = set()
     monkeypatch.setattr(module, "has_warpgroups", lambda _: True)
@@ -192,11 +192,11 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """In place of those of many and of few rows, and of experts."""
-    many, few = Kernel(2, name="_block_scaled_kernel"), Kernel(name="_few_rows_kernel")
+    many, few = Kernel(2, name="_block_scaled_kernel"), Kernel(name="_block_scaled_few_rows_kernel")
     of_experts = Kernel(2, name="_experts_kernel")
     monkeypatch.setattr(block_scaled_experts, "_experts_kernel", of_experts)
     monkeypatch.setattr(module, "_block_scaled_kernel", many)
-    monkeypatch.setattr(few_rows_product, "_few_rows_kernel", few)
+    monkeypatch.setattr(block_scaled_few_rows, "_block_scaled_few_rows_kernel", few)
     return [many, few, of_experts]
 
 
@@ -260,7 +260,7 @@ def test_what_fails_on_a_gpu_goes_on_by_the_other_kernel_with_one_warning(
     elif rows == "of experts":
         monkeypatch.setattr(block_scaled_experts, "_experts_kernel", fail(of_experts))
     else:
-        monkeypatch.setattr(few_rows_product, "_few_rows_kernel", fail(few))
+        monkeypatch.setattr(block_scaled_few_rows, "_block_scaled_few_rows_kernel", fail(few))
     assert not tried()
     assert not tried()
     assert [reason in record.getMessage() for record in caplog.records] == [True]

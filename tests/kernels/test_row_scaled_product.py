@@ -155,6 +155,22 @@ def test_any_order_of_warps_and_copies_gives_the_same(
     assert torch.equal(*outs)
 
 
+@interpreted
+@pytest.mark.parametrize("seed", range(5))
+def test_any_order_of_warps_and_copies_of_some_rows_gives_the_same(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "_row_scaled_few_rows_kernel"
+    monkeypatch.setattr(few_rows, "num_programs", lambda device, per_sm: per_sm)
+    x, matrix = make_rows(150, 2560, torch.bfloat16), make_matrix(320, 2560)
+    outs = []
+    for each in (100, seed):
+        monkeypatch.setattr(few_rows, name, Kernel(None, each, name))
+        outs.append(out := torch.zeros(150, 160, dtype=torch.bfloat16))
+        few_rows.row_scaled_few_rows(out, x, matrix, None, num_splits=1, last=512, gated=True)
+    assert torch.equal(*outs)
+
+
 @pytest.mark.parametrize("where", ["codes", "scale"])
 def test_nan_stays_in_its_row(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As padding may have it."""

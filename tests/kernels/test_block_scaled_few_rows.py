@@ -13,10 +13,10 @@ from random_tensors import normals
 from torch import Tensor
 from verification import DEVICE
 
+from outrider.kernels.model import block_scaled_few_rows as module
 from outrider.kernels.model import block_scaled_product
-from outrider.kernels.model import few_rows_product as module
 from outrider.kernels.model import scaled_product as products
-from outrider.kernels.model.few_rows_product import few_rows_product
+from outrider.kernels.model.block_scaled_few_rows import block_scaled_few_rows
 from outrider.kernels.model.row_codes import RowCodes, round_rows
 from outrider.kernels.model.scaled_product import scaled_product
 from outrider.kernels.triton_or_none import HAS_GLUON
@@ -26,6 +26,7 @@ if HAS_GLUON:
     from gluon_interpreter import Kernel
 
 pytestmark = block_scaled.MARKS
+KERNEL = "_block_scaled_few_rows_kernel"
 
 
 @pytest.fixture(params=[2, 3, None])
@@ -64,7 +65,11 @@ def test_it_is_the_product_of_the_numbers_that_codes_stand_for(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_few_rows_kernel", Kernel(seed=num_rows, name="_few_rows_kernel"))
+    monkeypatch.setattr(
+        module,
+        KERNEL,
+        Kernel(seed=num_rows, name=KERNEL),
+    )
     x, matrix = make_rows(num_rows, num_in, dtype), make_matrix((1 + gated) * num_out, num_in)
     bias = normals(1)(len(matrix.codes)).to(dtype) if has_bias else None
     expected = exact(x, matrix)
@@ -88,7 +93,7 @@ def test_it_is_the_product_of_the_numbers_that_codes_stand_for(
         gate, up = expected.chunk(2, 1)
         expected = torch.nn.functional.silu(gate) * up
     out = torch.full_like(expected, torch.nan, dtype=torch.float32 if num_splits > 1 else dtype)
-    few_rows_product(out, x, matrix, bias, num_splits=num_splits, gated=gated)
+    block_scaled_few_rows(out, x, matrix, bias, num_splits=num_splits, gated=gated)
     assert (out - expected).norm() < 5e-3 * expected.norm()
 
 
@@ -99,7 +104,7 @@ def test_any_number_of_multiprocessors_gives_the_same(
     num_sms: int, num_out: int, num_splits: int, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may have many tiles each, or not one for all."""
-    monkeypatch.setattr(module, "_few_rows_kernel", Kernel(name="_few_rows_kernel"))
+    monkeypatch.setattr(module, KERNEL, Kernel(name=KERNEL))
     x, matrix = make_rows(10, 1024, torch.float16), make_matrix((1 + gated) * num_out, 1024)
     outs = []
     for num in (4, num_sms):
@@ -107,14 +112,14 @@ def test_any_number_of_multiprocessors_gives_the_same(
         shape = (num_splits, 10, num_out) if num_splits > 1 else (10, num_out)
         dtype = torch.float32 if num_splits > 1 else torch.float16
         outs.append(out := torch.full(shape, torch.nan, dtype=dtype))
-        few_rows_product(out, x, matrix, None, num_splits=num_splits, gated=gated)
+        block_scaled_few_rows(out, x, matrix, None, num_splits=num_splits, gated=gated)
     assert torch.equal(*outs)
 
 
 @interpreted
 def test_programs_that_start_last_have_fewest_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the kernel that makes their rows still runs, they start once it has ended."""
-    monkeypatch.setattr(module, "_few_rows_kernel", Kernel(name="_few_rows_kernel"))
+    monkeypatch.setattr(module, KERNEL, Kernel(name=KERNEL))
     monkeypatch.setattr(module, "num_programs", lambda *_: 3)
     x, matrix = make_rows(1, 256, torch.bfloat16), make_matrix(256, 256)  # four tiles
     program, num_outs = gluon_interpreter.Program, []
@@ -125,7 +130,7 @@ def test_programs_that_start_last_have_fewest_tiles(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(gluon_interpreter, "Program", one)
         out = torch.full((1, 256), torch.nan, dtype=torch.bfloat16)
-        few_rows_product(out, x, matrix, None, num_splits=1, gated=False)
+        block_scaled_few_rows(out, x, matrix, None, num_splits=1, gated=False)
         num_outs.append(int((~out.isnan()).sum()))
     assert num_outs == [128, 64, 64]
 
@@ -140,9 +145,13 @@ def test_any_order_of_warps_and_copies_gives_the_same(
     x, matrix = make_rows(40, 5120, torch.float16), make_matrix(320, 5120)
     outs = []
     for each in (100, seed):
-        monkeypatch.setattr(module, "_few_rows_kernel", Kernel(None, each, "_few_rows_kernel"))
+        monkeypatch.setattr(
+            module,
+            KERNEL,
+            Kernel(None, each, KERNEL),
+        )
         outs.append(out := torch.zeros(40, 160, dtype=torch.float16))
-        few_rows_product(out, x, matrix, None, num_splits=1, gated=True)
+        block_scaled_few_rows(out, x, matrix, None, num_splits=1, gated=True)
     assert torch.equal(*outs)
 
 
@@ -150,14 +159,14 @@ def test_any_order_of_warps_and_copies_gives_the_same(
 def test_nan_stays_in_its_row(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As padding may have it."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(module, "_few_rows_kernel", Kernel(name="_few_rows_kernel"))
+        monkeypatch.setattr(module, KERNEL, Kernel(name=KERNEL))
     x, matrix = make_rows(12, 512, torch.bfloat16), make_matrix(192, 512)
     if where == "codes":
         x.codes.view(torch.uint8)[5, 300] = 0x7F
     else:
         x.scale[5, 2] = torch.nan
     out = torch.empty(12, 192, dtype=x.dtype, device=DEVICE)
-    few_rows_product(out, x, matrix, None, num_splits=1, gated=False)
+    block_scaled_few_rows(out, x, matrix, None, num_splits=1, gated=False)
     is_nan = torch.arange(12, device=DEVICE)[:, None].expand(12, 192) == 5
     assert torch.equal(out.isnan(), is_nan)
 
@@ -168,9 +177,9 @@ def test_rows_have_the_bits_that_they_have_among_many(
     gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The products of groups are exact here, so that only the order of their sum matters."""
-    many, few = Kernel(2, name="_block_scaled_kernel"), Kernel(name="_few_rows_kernel")
+    many, few = Kernel(2, name="_block_scaled_kernel"), Kernel(name=KERNEL)
     monkeypatch.setattr(block_scaled_product, "_block_scaled_kernel", many)
-    monkeypatch.setattr(module, "_few_rows_kernel", few)
+    monkeypatch.setattr(module, KERNEL, few)
     x, matrix = make_rows(70, 768, torch.float16), make_matrix(128, 768)
     out = torch.empty(70, 64 if gated else 128, dtype=torch.float16)
     block_scaled_product.block_scaled_product(
@@ -178,7 +187,7 @@ def test_rows_have_the_bits_that_they_have_among_many(
     )
     for first, end in [(0, 1), (7, 16), (3, 67)]:
         rows = RowCodes(x.codes[first:end], x.scale[first:end], x.dtype)
-        few_rows_product(
+        block_scaled_few_rows(
             same := out.new_empty(end - first, out.shape[1]), rows, matrix, None, num_splits=1,
             gated=gated,
         )  # fmt: skip
@@ -194,7 +203,7 @@ def test_it_takes_up_to_64_rows_that_are_not_added(monkeypatch: pytest.MonkeyPat
             return lambda *_, **__: calls.append("any GPU")
 
     monkeypatch.setattr(block_scaled_product, "has_warpgroups", lambda _: True)
-    monkeypatch.setattr(products, "few_rows_product", lambda *_, **__: calls.append("few"))
+    monkeypatch.setattr(products, "block_scaled_few_rows", lambda *_, **__: calls.append("few"))
     monkeypatch.setattr(products, "block_scaled_product", lambda *_, **__: calls.append("many"))
     monkeypatch.setattr(products, "_scaled_kernel", Portable())
     matrix, other = make_matrix(128, 512), make_matrix(128, 384)

@@ -33,7 +33,7 @@ _HANDED = 512  # bytes of shared memory, by which warps get what they work with,
 _COPY_REGISTERS = 24
 
 
-def few_rows_product(
+def block_scaled_few_rows(
     out: Tensor, x: RowCodes, matrix: NarrowMatrix, bias: Tensor | None, *, num_splits: int,
     gated: bool,
 ) -> None:  # fmt: skip
@@ -51,7 +51,7 @@ def few_rows_product(
     num_tiles, num_sms = triton.cdiv(num_out, outs), num_programs(device, 1)
     tiles, programs = shared_out(num_tiles, num_splits, num_sms, _MOST_WARPGROUPS)
     registers, own = registers_of(tiles, _COPY_REGISTERS)
-    _few_rows_kernel[programs, num_splits](
+    _block_scaled_few_rows_kernel[programs, num_splits](
         out, x_codes, x.scale, codes, matrix.scale, out if bias is None else bias,
         num_rows, num_out, matrix.scale.stride(0), NUM_GROUPS=len(matrix.scale), GROUPS=groups,
         ROWS=rows, STAGES=_num_stages(rows, tiles, groups, device), HAS_BIAS=bias is not None,
@@ -245,7 +245,7 @@ def _work(
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
-def _few_rows_kernel(
+def _block_scaled_few_rows_kernel(
     out_ptr,  # [num_rows, num_out], or parts [splits, num_rows, num_out] float32
     x_codes,  # [num_rows, NUM_GROUPS * 128]: a descriptor
     x_scale_ptr,  # [num_rows, NUM_GROUPS]
