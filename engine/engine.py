@@ -33,7 +33,7 @@ from .memory.states import KeptStates
 from .models.heads.head import Head
 from .models.network import PagedLayers
 from .pace import Pace
-from .ranks.followers import refusing_as_ranks_do
+from .ranks.followers import lost_ranks_end_the_start
 from .request import Request
 from .scheduling.adaptive_speculation import AdaptiveSpeculation
 from .scheduling.commit import Committer
@@ -55,7 +55,7 @@ _TRANSFER_S = 0.001  # for pages from host memory
 class Engine:
     """A draft/target pair on one device, decoding many sequences at once. Not thread-safe."""
 
-    @refusing_as_ranks_do()
+    @lost_ranks_end_the_start()
     def __init__(self, config: EngineConfig, report: ReportProgress = ignore_progress) -> None:
         start_s = time.perf_counter()
         # First, so that a bad spec fails before minutes of loading.

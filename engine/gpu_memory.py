@@ -9,6 +9,27 @@ class OutOfDeviceMemoryError(ValueError):
     """The configuration does not fit; the message says what to change."""
 
 
+def is_full(error: RuntimeError) -> bool:
+    """Whether a GPU had no memory: for tensors or, which has no type, for a graph, a kernel or what
+    a process needs there at first.
+
+    Ending a capture that ran out of memory may fail with an error of its own.
+    """
+    causes = error, error.__context__
+    is_named = any(isinstance(each, torch.OutOfMemoryError) for each in causes)
+    return is_named or "out of memory" in str(error)
+
+
+def no_room(error: RuntimeError) -> OutOfDeviceMemoryError:
+    """What to say of a GPU that was full while models were loaded there."""
+    return OutOfDeviceMemoryError(
+        "the models do not fit on the GPU, with what sequences keep there: end other programs on "
+        'it (nvidia-smi), or take smaller models, fewer bits (target.quantization = "fp8"), more '
+        "GPUs (target.tensor_parallel), fewer sequences (scheduler.max_num_seqs) or a smaller KV "
+        f"cache (cache.num_pages): {str(error).partition(chr(10))[0]}"
+    )
+
+
 def left_bytes(
     device: torch.device, utilization: float, *, step_bytes: int, freed_bytes: int
 ) -> int:

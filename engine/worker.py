@@ -17,7 +17,7 @@ from outrider.kernels.verify.sampling import MAX_DRAFTS
 from .api import ReportProgress
 from .config import ConfigError, EngineConfig
 from .cpu_share import CPUShare, set_threads
-from .gpu_memory import OutOfDeviceMemoryError
+from .gpu_memory import is_full, no_room
 from .host_memory import check_host_memory
 from .logit_edits import LogitEdits
 from .memory.budget import Budget
@@ -82,13 +82,8 @@ class Worker:
             self._build(config, report)
         except BaseException as error:
             self.close()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise OutOfDeviceMemoryError(
-                    "the models do not fit on the GPU, with what sequences keep there: take "
-                    'smaller ones, fewer bits (target.quantization = "fp8"), more GPUs '
-                    "(target.tensor_parallel) or fewer sequences (scheduler.max_num_seqs): "
-                    f"{error}"
-                ) from None
+            if isinstance(error, RuntimeError) and is_full(error):
+                raise no_room(error) from None
             raise
 
     def _build(self, config: EngineConfig, report: ReportProgress) -> None:

@@ -119,19 +119,13 @@ def main() -> None:
 
 def why_failed(error: Exception) -> str:
     """In words for whoever starts the server."""
-    import torch
-
     from ..config import ConfigError
+    from ..gpu_memory import OutOfDeviceMemoryError, is_full, no_room
 
-    if isinstance(error, ConfigError):
-        return str(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        return (
-            "its GPU has no room for its share. If another program has taken some (nvidia-smi), "
-            "end that, or choose other GPUs with CUDA_VISIBLE_DEVICES; else lower "
-            f"engine.gpu_memory_utilization, or take more GPUs or fewer bits: {error}"
-        )
-    return f"{type(error).__name__}: {error}"
+    if isinstance(error, RuntimeError) and is_full(error):
+        error = no_room(error)
+    is_for_users = isinstance(error, ConfigError | OutOfDeviceMemoryError)
+    return str(error) if is_for_users else f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

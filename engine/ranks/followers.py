@@ -43,24 +43,19 @@ _NEWS_S = 1.0  # for the news of a lost follower to come, once an exchange with 
 Inbox = queue.SimpleQueue[np.ndarray | None]
 
 
-class RankError(RuntimeError):
-    """A rank could not start; the message says which, and why.
-
-    No ValueError, which would be taken for one of the files that this rank is reading.
-    """
+# No ValueError or RuntimeError, which where it is raised may mean that a file is damaged or a GPU
+# full.
+class RankLostError(Exception):
+    """A follower could not start, has died or hangs; the message says which, and why."""
 
 
 @contextlib.contextmanager
-def refusing_as_ranks_do() -> Iterator[None]:
-    """Raises ConfigError in place of RankError: the reason is for whoever chose the settings."""
+def lost_ranks_end_the_start() -> Iterator[None]:
+    """Raises ConfigError in place of RankLostError: at start, it is for who chose the settings."""
     try:
         yield
-    except RankError as error:
+    except RankLostError as error:
         raise ConfigError(str(error)) from None
-
-
-class RankLostError(RuntimeError):
-    """A follower has died or hangs."""
 
 
 class Followers:
@@ -90,7 +85,7 @@ class Followers:
         """The target, and perhaps the draft, of which rank 0 has loaded its shares, once the others
         have theirs.
 
-        Raises RankError if one of them could not start.
+        Raises RankLostError if one of them could not start.
         """
         report("waiting for the other ranks", 0, 1)
         keep_bits = all([networks[0].batch_invariant, *map(bool, self._answers())])
@@ -98,7 +93,7 @@ class Followers:
         # From here on this process may wait for a lost one for ever, first where they meet.
         self._lost.is_final = True
         if self._lost.reason is not None:  # before that: nothing would end this process
-            raise RankError(self._lost.reason)
+            raise RankLostError(self._lost.reason)
         self.send(Op.JOIN, (), np.array([keep_bits]))
         try:
             self.group.join(path_of(self._meeting_fd), networks[0].device)
@@ -118,7 +113,7 @@ class Followers:
     def bind(self, slots: Slots, num_pages: Sequence[int]) -> None:
         """Have them allocate the same slots, and as many pages of each group of layers.
 
-        Raises RankError if one of them has no room.
+        Raises RankLostError if one of them has no room.
         """
         numbers = [
             slots.max_num_seqs,
@@ -151,11 +146,11 @@ class Followers:
         return SharedHostPages(own, self.send, [*num_pages], num_bytes)
 
     def watched(self, report: ReportProgress) -> ReportProgress:
-        """`report`, which also raises RankError once one of them could not start."""
+        """`report`, which also raises RankLostError once one of them could not start."""
 
         def check_and_report(stage: str, done: int, total: int) -> None:
             if self._lost.reason is not None:
-                raise RankError(self._lost.reason)
+                raise RankLostError(self._lost.reason)
             report(stage, done, total)
 
         return check_and_report
@@ -186,7 +181,7 @@ class Followers:
         while len(answers) < len(self._followers):
             answer = self._inbox.get()
             if answer is None:
-                raise RankError(self._lost.reason)
+                raise RankLostError(self._lost.reason)
             answers.append(answer)
         return answers
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..gpu_memory import is_full
 from .host_copy import staged, uploaded
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class Phase(Generic[Output]):
                 lambda: self._body(integers, shape, *tensors), pool, is_prepared=is_prepared
             )
         except RuntimeError as error:
-            if not _is_full(error):
+            if not is_full(error):
                 raise
             if self._needs_all_graphs:
                 raise torch.OutOfMemoryError(str(error)) from error
@@ -133,16 +134,6 @@ class Phase(Generic[Output]):
                 shape,
             )
         self._lacks_graphs = True
-
-
-def _is_full(error: RuntimeError) -> bool:
-    """Whether there was no memory for a graph: for its tensors, for itself or for a kernel.
-
-    Ending a capture that ran out of memory may fail with an error of its own.
-    """
-    causes = error, error.__context__
-    is_named = any(isinstance(each, torch.OutOfMemoryError) for each in causes)
-    return is_named or "out of memory" in str(error)
 
 
 def record_graph(

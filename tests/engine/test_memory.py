@@ -218,7 +218,7 @@ def test_models_that_do_not_fit_are_said_to_be_too_large(
     # A draft's distributions take gigabytes of many sequences.
     monkeypatch.setattr(f"outrider.engine.worker.{part}", load)
     said = (
-        r"models do not fit .* take smaller .* fewer sequences \(scheduler.max_num_seqs\): .* 2 GiB"
+        r"models do not fit .* take smaller .* fewer sequences \(scheduler.max_num_seqs\) .* 2 GiB"
     )
     with pytest.raises(OutOfDeviceMemoryError, match=said):
         Engine(engine_config(tiny_model("llama", seed=0)))

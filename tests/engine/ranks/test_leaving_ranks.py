@@ -14,7 +14,7 @@ from outrider.engine.api import ignore_progress
 from outrider.engine.config import EngineConfig, ModelConfig
 from outrider.engine.ranks import followers
 from outrider.engine.ranks import group as group_module
-from outrider.engine.ranks.followers import Followers, RankError
+from outrider.engine.ranks.followers import Followers, RankLostError
 from outrider.engine.ranks.group import RankGroup
 from outrider.engine.ranks.wire import Op
 
@@ -118,7 +118,7 @@ def test_a_follower_that_dies_before_ranks_meet_is_not_waited_for(
     """What ends this process when one is lost has looked already, and left it to go on."""
     ranks = starting(monkeypatch)
     ranks._lost.note("rank 1 of the target: killed by signal 9")
-    with pytest.raises(RankError, match="killed by signal 9"):
+    with pytest.raises(RankLostError, match="killed by signal 9"):
         ranks.shared([Mock()], ignore_progress)
     ranks.group.join.assert_not_called()  # type: ignore[attr-defined]
 
