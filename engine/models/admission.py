@@ -78,6 +78,9 @@ def check_config(hf_config: PreTrainedConfig) -> None:
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     if unknown := layer_types - LAYER_TYPES - MLP_LAYER_TYPES - STATEFUL_LAYER_TYPES:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
+    if layer_types and layer_types.isdisjoint(LAYER_TYPES):
+        kinds = ", ".join(sorted(layer_types))
+        raise UnsupportedModelError(f"none of its layers attends to tokens: they are {kinds}")
     if getattr(text_config, "num_hidden_layers", 1) < 1:
         raise UnsupportedModelError("it has no layers")
     states_window = "sliding_attention" in layer_types and not layers_differ(text_config)

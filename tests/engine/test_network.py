@@ -192,6 +192,11 @@ def test_code_that_fails_is_a_reason_to_refuse(
         ("olmo3", {"sliding_window": None}, "a window, but its sliding_window is not set"),
         ("gemma2", {"sliding_window": None}, "a window, but its sliding_window is not set"),
         ("llama", {"num_hidden_layers": 0}, "no layers"),
+        (
+            "qwen3_5_text",
+            {"layer_types": ["linear_attention"] * 3},
+            "none of its layers attends to tokens: they are linear_attention",
+        ),
     ],
 )
 def test_a_config_that_describes_no_model_is_refused(
