@@ -62,10 +62,13 @@ def find(url: str, api_key: str | None, model: str | None) -> Remote:
 
 
 def unreachable(url: str, error: Exception) -> RemoteError:
-    return RemoteError(
-        f"cannot reach a server at {url} ({error or type(error).__name__}); start one with "
-        "`outrider serve`, or give its URL"
-    )
+    why = str(error) or type(error).__name__
+    remedy = "start one with `outrider serve`, or give its URL"
+    if "CERTIFICATE_VERIFY_FAILED" in why:
+        remedy = "trust its certificate: name the file in the environment variable SSL_CERT_FILE"
+    elif "[SSL: " in why:
+        remedy = "if it has no certificate, its URL begins with http://"
+    return RemoteError(f"cannot reach a server at {url} ({why}); {remedy}")
 
 
 def refusal(url: str, response: httpx.Response) -> RemoteError:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import pytest
 from rich.status import Status
 from scripted_client import Play, steps
 from served import Served
-from socket_server import on_a_socket
+from socket_server import on_a_socket, own_certificate
 from typer.testing import CliRunner, Result
 
 from outrider.engine.api import NewRequest, RequestOutput
@@ -114,6 +115,20 @@ def test_what_is_no_url_is_called_so(command: str, url: str) -> None:
     result = outrider(command, url)
     assert result.exit_code == 1
     assert re.match(r"outrider: \S+ is no URL of a server \(.+ http://127", result.stderr)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_a_certificate_that_nobody_trusts_is_called_so(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = own_certificate(tmp_path)
+    with on_a_socket(serve(), **tls) as url:
+        assert "in the environment variable SSL_CERT_FILE" in outrider("chat", url).stderr
+        monkeypatch.setenv("SSL_CERT_FILE", str(tls["tls_certificate"]))
+        assert outrider("chat", url).exit_code == 0
+    with on_a_socket(serve()) as url:
+        result = outrider("chat", url.replace("http://", "https://"))
+        assert "its URL begins with http://" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["chat", "bench"])

@@ -22,7 +22,7 @@ from pydantic_core import from_json
 from rich.console import Console
 from scripted_client import ScriptedClient, steps
 from served import Served
-from socket_server import on_a_socket
+from socket_server import on_a_socket, own_certificate
 from tokenizers_for_tests import byte_level_wrapper
 from typer.testing import CliRunner
 
@@ -216,16 +216,13 @@ raise SystemExit(serving.serve(Settings(server={"port": 0, "log_format": "json"}
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 def test_server_speaks_https_with_a_certificate(serve: Serve, tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ed25519", "-nodes", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
-    subprocess.run(command, check=True, capture_output=True)
-    trust = ssl.create_default_context(cafile=certificate)
-    with on_a_socket(serve(), tls_certificate=certificate, tls_key=key) as url:
+    tls = own_certificate(tmp_path)
+    trust = ssl.create_default_context(cafile=tls["tls_certificate"])
+    with on_a_socket(serve(), **tls) as url:
         reply = httpx.post(f"{url}/v1/completions", json={"prompt": "Hi"}, verify=trust)
     assert reply.json()["choices"][0]["text"] == " Hello world"
     with pytest.raises(ValueError, match="set both, or neither"):
-        ServerSettings(tls_key=key)
+        ServerSettings(tls_key=tls["tls_key"])
 
 
 @pytest.mark.parametrize("content", [None, "no certificate"])

@@ -2,9 +2,11 @@
 
 import asyncio
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn.server
@@ -29,6 +31,16 @@ class _Impatient:
 
 
 uvicorn.server.asyncio = _Impatient()  # type: ignore[assignment]
+
+
+def own_certificate(folder: Path) -> dict[str, Path]:
+    """Settings with a new certificate of 127.0.0.1, which signs itself. Needs openssl."""
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ed25519", "-nodes", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    return {"tls_certificate": certificate, "tls_key": key}
 
 
 @contextmanager
