@@ -122,8 +122,8 @@ class Proposer:
         """Whether it heeds the plan's `least_chance`."""
         return self._draws is not None and self._draws.stops_early
 
-    def draws_for(self, requests: list[Request]) -> list[Request]:
-        """For which of these sequences a model could draft in the next step."""
+    def can_draft(self, requests: list[Request]) -> list[Request]:
+        """As `Source.can_draft`, of the model or head, which alone draws its drafts."""
         if self._model is None:
             return []
         name = self._model.name

@@ -88,7 +88,7 @@ class Drafting:
             speedup = inf
         # Mostly they are those of the step before. Who was left out there may have a draft now.
         if decoding != before or len(self._open) + len(self._named) < len(decoding):
-            able = [r for r in self._proposer.draws_for(decoding) if r.speculates]
+            able = [r for r in self._proposer.can_draft(decoding) if r.speculates]
             self._open = [r for r in able if r.params.num_speculative_tokens is None]
             self._owns = [r.acceptance for r in self._open]
             named = [k for r in able if (k := r.params.num_speculative_tokens) is not None]
@@ -250,7 +250,7 @@ class Drafting:
         k = request.params.num_speculative_tokens
         if k is None:
             k = self._chosen.get(request, self.k)
-        if k == 0 or not request.speculates or not self._proposer.draws_for([request]):
+        if k == 0 or not request.speculates or not self._proposer.can_draft([request]):
             return 0
         k = min(k, self._sequences.max_drawn)
         return min(k, max(0, self._num_questions.get(request, k + 1) - 1))
