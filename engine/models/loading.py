@@ -193,7 +193,7 @@ class _Loader:
         """Our decoder, if it knows this structure and computes what transformers does; or None, and
         why not.
         """
-        if reason := why_unknown(self.hf_config):
+        if reason := why_unknown(self.hf_config, quantised[0] if quantised else None):
             return None, reason
         folder = Path(self.config.path)
         try:

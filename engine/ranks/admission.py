@@ -110,8 +110,8 @@ class Sharing:
             return f"the {self._role} is a GGUF file, which is read whole{instead}"
         if not (Path(self._model.path) / "config.json").is_file():
             return None  # whoever reads it says so
-        config, _ = self._config
-        if reason := why_unknown(config):
+        config, quantised = self._config
+        if reason := why_unknown(config, quantised):
             return f"the {self._role} runs as transformers has it ({reason}){instead}"
         reason = self._why_cut(num_ranks)
         if reason is None:
@@ -131,16 +131,17 @@ class Sharing:
         return next(filter(None, reasons), None)
 
     @functools.cached_property
-    def _config(self) -> tuple[PreTrainedConfig, bool]:
-        """Of the plain model, and whether it is quantised."""
+    def _config(self) -> tuple[PreTrainedConfig, str | None]:
+        """Of the plain model, and the format of its weights; None: they are plain."""
         model = self._model
         config = load_config(model.path, trust_remote_code=model.trust_remote_code)
-        return config, take_format(config, Path(model.path)) is not None
+        found = take_format(config, Path(model.path))
+        return config, found and found[0]
 
     @functools.cached_property
     def _scaled_inputs(self) -> list[ScaledInputs]:
-        config, is_quantised = self._config
-        if not is_quantised:
+        config, quantised = self._config
+        if quantised is None:
             return []
         return scaled_inputs(self._model.path, config, FAMILIES[config.model_type])
 

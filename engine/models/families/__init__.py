@@ -17,8 +17,11 @@ FAMILIES: dict[str, type[Family]] = {
 }
 
 
-def why_unknown(config: PreTrainedConfig) -> str | None:
-    """Why no family can build this model; None if one can."""
+def why_unknown(config: PreTrainedConfig, quantised: str | None) -> str | None:
+    """Why no family can build this model, with weights in this format; None if one can."""
     if config.model_type not in FAMILIES:
         return "its architecture has no decoder here"
-    return FAMILIES[config.model_type].why_unknown(config)
+    family = FAMILIES[config.model_type]
+    if family.only_format not in (None, quantised):
+        return f"only experts in {family.only_format.upper()} have a decoder here"
+    return family.why_unknown(config)

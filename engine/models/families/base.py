@@ -64,6 +64,7 @@ class Family(ABC):
     activations: ClassVar[Mapping[str, str]] = {"hidden_act": "silu"}  # the only ones, by field
     # Fields that do not change the forward pass of these models, beside those of all models.
     neutral: ClassVar[frozenset[str]] = frozenset()
+    only_format: ClassVar[str | None] = None  # of its experts; None: they may be plain, or in any
     # What transformers calls the embedding and the last norm.
     embedding: ClassVar[str] = EMBEDDING
     last_norm: ClassVar[str] = "model.norm"

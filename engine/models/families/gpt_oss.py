@@ -12,7 +12,6 @@ from outrider.kernels.model.expert_matrix import MXFP4_GROUP, Glu
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Router
 
-from ..admission import UnsupportedModelError
 from ..checkpoint import Checkpoint
 from ..formats.mxfp4 import read_mxfp4
 from ..parts.base import Part
@@ -23,9 +22,10 @@ _ALPHA, _LIMIT = 1.702, 7.0  # which transformers 5.17 has in its code, not in i
 
 
 class GptOss(Windowed):
-    """Raises UnsupportedModelError if its experts are not in MXFP4, or damaged."""
+    """Raises UnsupportedModelError if its experts are damaged."""
 
     model_types = ("gpt_oss",)
+    only_format = "mxfp4"
     fields = Windowed.fields | {
         "num_experts_per_tok", "num_local_experts", "swiglu_alpha", "swiglu_limit"
     }  # fmt: skip
@@ -47,9 +47,8 @@ class GptOss(Windowed):
 
     def mlp(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Part:
         config, experts = self.config, f"{name}.experts"
-        tensors, blocks = self.tensors, f"{experts}.gate_up_proj_blocks"
-        if not isinstance(tensors, Checkpoint) or blocks not in tensors:
-            raise UnsupportedModelError("only experts in MXFP4 have a decoder here")
+        tensors = self.tensors
+        assert isinstance(tensors, Checkpoint), "files in MXFP4 are no GGUF files"
         num_experts, top_k = config.num_local_experts, config.num_experts_per_tok
         width, inner = config.hidden_size, config.intermediate_size
         gate_up, down = (num_experts, 2 * inner, width), (num_experts, width, inner)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engines import engine_config
 from heads import save_tiny_head
-from quantised import quantise
+from quantised import quantise, quantise_experts
 from tiny_models import DEVICE, Tiny
 from two_ranks import shared, with_shared_draft
 
@@ -35,7 +35,11 @@ def test_an_engine_beside_another_of_the_process_is_refused(
     ("size", "architecture", "reason"),
     [
         (3, "llama", r"does not divide .*num_key_value_heads 2: set it to 1, 2 or 4$"),
-        (4, "gpt_oss", r"does not divide intermediate_size 64 in groups of 32: set it to 1 or 2$"),
+        (
+            2,
+            "gpt_oss",
+            r"runs as transformers has it \(only experts in MXFP4 have .*: leave it out",
+        ),
         (2, "granitemoehybrid", r"does not divide mamba_n_groups 1: set it to 1$"),
         (2, "gemma2", "runs as transformers has it .*: leave it out, or run a replica on each GPU"),
         (0, "llama", "target.tensor_parallel is 0; it is at least 1"),
@@ -53,6 +57,13 @@ def test_a_target_that_cannot_be_shared_is_refused_at_once(
     monkeypatch.setattr(pair, "load_network", None)
     with pytest.raises(ConfigError, match=reason):
         Engine(shared(engine_config(tiny_model(architecture)), size))
+
+
+def test_groups_of_experts_in_mxfp4_are_not_cut(tiny_model: Tiny, tmp_path: Path) -> None:
+    target = quantise_experts(tiny_model("gpt_oss"), tmp_path)
+    reason = r"does not divide intermediate_size 64 in groups of 32: set it to 1 or 2$"
+    with pytest.raises(ConfigError, match=reason):
+        Engine(shared(engine_config(target), 4))
 
 
 def test_numbers_of_ranks_that_would_work_cut_neither_heads_nor_scales(
