@@ -22,8 +22,15 @@ _FIELDS = {
 # Gemmas scale scores by the width of a head, but those of 27B, known by their number of layers, by
 # what the hidden states have for each head, as in llama.cpp: the metadata do not say.
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-# Its heads have two widths and two kinds of RoPE, which are stated in other ways.
-_READ_WHOLE = "gemma4"
+# Its heads have two widths and two kinds of RoPE, which are stated in other ways. What transformers
+# does not read of its metadata must be what it takes for granted.
+_GEMMA4 = "gemma4"
+_GRANTED = {
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 
 
 def config_of(held: Path, file: "GgufFile", rope: dict[str, Any] | None) -> "PreTrainedConfig":
@@ -35,7 +42,9 @@ def config_of(held: Path, file: "GgufFile", rope: dict[str, Any] | None) -> "Pre
 
     config: PreTrainedConfig = AutoConfig.from_pretrained(held.parent, gguf_file=held.name)
     name = file.metadata["general.architecture"]
-    if name != _READ_WHOLE:
+    if name == _GEMMA4:
+        _check_granted(config, file)
+    else:
         _state_sizes(config, file, name)
         _state_rope(config, file, name)
     if rope is not None:
@@ -78,3 +87,14 @@ def _state_rope(config: Any, file: "GgufFile", name: str) -> None:
             f"it has {name}.rope.dimension_count {rotated}, but heads of {head_dim}, which a "
             f"{config.model_type} rotates whole"
         )
+
+
+def _check_granted(config: Any, file: "GgufFile") -> None:
+    for key, field in _GRANTED.items():
+        granted = getattr(config, field)
+        stated = file.metadata.get(f"{_GEMMA4}.{key}", granted)
+        if stated != granted:
+            raise ValueError(
+                f"it has {_GEMMA4}.{key} {stated}, which transformers takes to be {granted}; use "
+                "the model's original directory or hub id instead"
+            )

@@ -129,3 +129,12 @@ def test_what_no_config_can_state_is_refused_by_name(
     )
     with pytest.raises(ModelError, match=f"it has {re.escape(named)}"):
         gguf_to_directory(source, tmp_path, ignore_progress)
+
+
+def test_a_gemma_4_of_other_sizes_than_transformers_takes_for_granted_is_refused(
+    tmp_path: Path,
+) -> None:
+    metadata: dict[str, str | float] = {"gemma4.attention.shared_kv_layers": 20.0}
+    source = write_tiny_gguf(tmp_path / "m.gguf", architecture="gemma4", metadata=metadata)
+    with pytest.raises(ModelError, match=r"shared_kv_layers 20.0, which transformers takes to be"):
+        gguf_to_directory(source, tmp_path, ignore_progress)
