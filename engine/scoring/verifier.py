@@ -19,13 +19,11 @@ from ..state.host_copy import on_host, uploaded
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP, aligned
 from ..state.slots import DraftDistributions, Slots
+from .edited_sequences import EditedVerification
 from .logprobs import to_entries, with_named
 
 # Of the logits whose logprobs are gathered: bounds the memory of their copies.
 GATHERED_ROWS = 512
-# Rows of sequences with all the drafts of a model that are edited at once: with more, graphs would
-# keep more memory, and it would hardly be faster.
-EDITED_ROWS = 128
 
 
 class Verifier:
@@ -39,10 +37,8 @@ class Verifier:
         self._edits = edits
         self._distributions = distributions
         self._phase = Phase(self._run, slots.device)
-        self._edited_phase = Phase(self._run_edited, slots.device)
-        self.phases = self._phase, self._edited_phase
-        most = max(1, EDITED_ROWS // (slots.max_drawn + 1))
-        self._most_edited = min(most, slots.max_num_seqs)  # sequences at once
+        self._edited = EditedVerification(slots, edits, self._run, self._pack)
+        self.phases = self._phase, self._edited.phase
 
     def warm_ups(self, logits: Tensor) -> Iterator[Callable[[], Tensor]]:
         """Dummy verifications that together launch every kernel, also those for edited logits.
@@ -54,29 +50,21 @@ class Verifier:
         for x, kind in product(both, SAMPLING_KINDS):
             yield partial(self._run, integers, (2, self._slots.max_drafts, *kind), x)
         yield partial(self._edits.rehearse, logits)
-        yield partial(self._rehearse_edited, logits)
+        yield partial(self._edited.rehearse, logits)
 
     def rehearse(self, logits: Tensor) -> None:
         """Verify dummy sequences, with edits and with as many logprobs as requests may ask for.
 
         Shape: logits [max_verified or fewer, V].
         """
-        self._rehearse(logits)
-        self._rehearse_edited(logits)
+        size = min(self._slots.max_num_seqs, len(logits))
+        integers = uploaded(self._dummies(size), self._slots.device)
+        self._run(integers, (size, self._slots.max_drafts, True, True), logits)
+        self._edited.rehearse(logits)
         row = torch.arange(len(logits), device=logits.device)
         num_top = min(MAX_LOGPROBS, self._slots.vocab_size)
         for some in row.split(GATHERED_ROWS):
             gather_logprobs(logits[some], 0 * some, num_top, self._slots.vocab_size)
-
-    def _rehearse(self, logits: Tensor) -> None:
-        size = min(self._slots.max_num_seqs, len(logits))
-        integers = uploaded(self._dummies(size), self._slots.device)
-        self._run(integers, (size, self._slots.max_drafts, True, True), logits)
-
-    def _rehearse_edited(self, logits: Tensor) -> Tensor:
-        size = self._most_edited
-        shape = (size, self._most_drafts(size), *SAMPLING_KINDS[0])
-        return self._run_edited(uploaded(self._edited_dummies(shape), logits.device), shape, logits)
 
     def capture(self, logits: Tensor) -> None:
         """Capture verifications that read this `logits` tensor, of no more rows than it has.
@@ -88,15 +76,7 @@ class Verifier:
                 for most in sorted({self._slots.max_drawn, self._slots.max_drafts}, reverse=True):
                     tensors = (logits[: size * (most + 1)],)
                     self._phase.capture(self._dummies(size), (size, most, *kind), tensors)
-        for size in padded_sizes(self._most_edited):
-            shape = (size, self._most_drafts(size), *SAMPLING_KINDS[0])
-            self._edited_phase.capture(self._edited_dummies(shape), shape, (logits,))
-
-    def _most_drafts(self, size: int) -> int:
-        """How many drafts so many sequences have that are edited at once: all that a model draws,
-        and the longest that may be looked up for one.
-        """
-        return size * self._slots.max_drawn + self._slots.max_drafts
+        self._edited.capture(logits)
 
     def verify(self, plan: Plan, logits: Tensor) -> list[np.ndarray] | None:
         """Verify all emitting sequences at once; logits: [sum(k_i + 1), V], rows in plan order.
@@ -130,59 +110,9 @@ class Verifier:
             else:  # the dummy slot takes the place of edited sequences
                 others_np = np.where(edited_np, self._slots.dummy, slots_np)
                 drawn = self._verify_slots(others_np, num_drafts_np, kind, logits, more)
-            self._verify_edited(drawn, slots_np, num_drafts_np, edited_np, kind, logits)
+            self._edited(drawn, slots_np, num_drafts_np, edited_np, kind, logits)
         logprobs = self._gather(plan, logits, drawn) if wants.logprobs else ()
         return on_host(drawn, *chosen, *drafts, *logprobs)  # the only copy that every step makes
-
-    def _verify_edited(
-        self,
-        drawn: Tensor,
-        slots_np: np.ndarray,
-        num_drafts_np: np.ndarray,
-        edited_np: np.ndarray,
-        kind: Shape,
-        logits: Tensor,
-    ) -> None:
-        """Verify those requests of a step that have logit edits, and write in `drawn` what `_run`
-        returns for them. Edits that need the host are launched one by one, while the GPU still
-        scores.
-
-        Shape: drawn [B, K + 2]; slots_np, num_drafts_np and edited_np (bool) [B], of all requests.
-        """
-        needs_host_np = self._edits.needing_host(slots_np)
-        first_rows_np = np.cumsum(num_drafts_np + 1) - (num_drafts_np + 1)
-        for needs_host in (False, True):
-            seqs_np = (edited_np & (needs_host_np == needs_host)).nonzero()[0]
-            for piece_np in self._pieces(seqs_np, num_drafts_np):
-                of_piece = slots_np[piece_np], num_drafts_np[piece_np]
-                rows = RequestRows.in_turn(of_piece[0], of_piece[1] + 1)
-                first_np = first_rows_np[piece_np].repeat(of_piece[1] + 1)
-                rows = rows._replace(row_np=first_np + rows.drafts_np)
-                shape = len(piece_np), int(of_piece[1].sum()), *kind
-                padded = self._edited_phase.padded(shape)
-                if not needs_host and self._edited_phase.holds(padded, len(logits)):
-                    packed_np = self._pack_edited(rows, *of_piece, padded)
-                    its = self._edited_phase(packed_np, padded, logits)[: len(piece_np)]
-                else:
-                    packed = uploaded(self._pack_edited(rows, *of_piece, shape), logits.device)
-                    its = self._run_edited(packed, shape, logits, rows if needs_host else None)
-                drawn[uploaded(piece_np, drawn.device)] = its
-
-    def _pieces(self, seqs_np: np.ndarray, num_drafts_np: np.ndarray) -> list[np.ndarray]:
-        """These sequences, divided into those that are edited at once.
-
-        Shape: seqs_np [N]; num_drafts_np [B], of all.
-        """
-        most = self._most_edited
-        pieces: list[list[int]] = []
-        num_drafts = 0  # of the last piece
-        for seq in seqs_np.tolist():
-            num_drafts += num_drafts_np[seq]
-            if not pieces or len(pieces[-1]) == most or num_drafts > self._most_drafts(most):
-                pieces.append([])
-                num_drafts = num_drafts_np[seq]
-            pieces[-1].append(seq)
-        return [np.array(piece) for piece in pieces]
 
     def _verify_slots(
         self,
@@ -274,35 +204,6 @@ class Verifier:
             filters=bool(filters),
             draws=bool(draws),
         )
-
-    def _run_edited(
-        self, integers: Tensor, shape: Shape, logits: Tensor, rows: RequestRows | None = None
-    ) -> Tensor:
-        """Verify edited copies of rows of the logits, as `_run` does. `rows` are given if their
-        edits need the host.
-
-        `shape` is (requests, most drafts of all of them, filters, draws).
-        Shape: integers, see `_pack_edited`; logits [T, V] -> [B, K + 2].
-        """
-        size, num_drafts, *_ = shape
-        num_rows = size + num_drafts
-        of_rows, of_requests = integers.tensor_split([3 * aligned(num_rows)])
-        at = RequestRows.unpack(of_rows.view(3, -1), num_rows, self._slots.num_tokens)
-        packed = of_requests.view(torch.int32).view(3, -1)
-        self._edits.count(packed[1, :size])
-        return self._run(packed, shape, self._edits.apply(logits, at, rows))
-
-    def _pack_edited(
-        self, rows: RequestRows, slots_np: np.ndarray, num_drafts_np: np.ndarray, shape: Shape
-    ) -> np.ndarray:
-        """Pack the integers for `_run_edited`: the rows, and then those for `_run`."""
-        size, num_drafts, *_ = shape
-        of_rows_np = rows.packed(size + num_drafts, self._slots.dummy)
-        of_requests_np = self._pack(slots_np, num_drafts_np, size)
-        return np.concatenate((of_rows_np.ravel(), of_requests_np.ravel().view(np.int64)))
-
-    def _edited_dummies(self, shape: Shape) -> np.ndarray:
-        return self._pack_edited(RequestRows.in_turn(NONE_NP, NONE_NP), NONE_NP, NONE_NP, shape)
 
     def _dummies(self, size: int) -> np.ndarray:
         return self._pack(NONE_NP, NONE_NP, size)

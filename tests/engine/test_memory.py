@@ -19,7 +19,7 @@ from outrider.engine.gpu_memory import OutOfDeviceMemoryError, left_bytes
 from outrider.engine.measuring import naming_what_to_lower
 from outrider.engine.models.groups import LayerGroup
 from outrider.engine.plan import Plan
-from outrider.engine.scoring import scorer, verifier
+from outrider.engine.scoring import edited_sequences, scorer, verifier
 from outrider.engine.state import slots
 from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.phase import padded_sizes
@@ -164,7 +164,10 @@ def test_logits_are_edited_and_scored_in_pieces(
     params = [edited, GREEDY, edited, replace(edited, logprob_token_ids=(3, 5, 8)), edited, edited]
     whole = run(Engine(config), asked, params)
     monkeypatch.setattr(verifier, "GATHERED_ROWS", 5)
-    monkeypatch.setattr(verifier, "EDITED_ROWS", 11)  # two sequences with all drafts of the model
+    # Two sequences with all drafts of the model.
+    monkeypatch.setattr(
+        edited_sequences, "EDITED_ROWS", 11
+    )  # two sequences with all drafts of the model
     engine, num_edited, num_scored = Engine(config), [], []
     take, gather = logit_edits.take_rows, verifier.gather_logprobs
     copies: list[weakref.ref[Tensor]] = []

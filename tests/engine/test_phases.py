@@ -24,7 +24,7 @@ from outrider.engine.models.attention import ForwardBatch, PagedAttention
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.network import Network, Pass, captured_shapes
 from outrider.engine.proposers.draft_model import DraftModel
-from outrider.engine.scoring import verifier
+from outrider.engine.scoring import edited_sequences, verifier
 from outrider.engine.state import phase
 from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.phase import Phase, Shape, padded_sizes, record_graph
@@ -172,7 +172,7 @@ def test_edits_that_need_no_host_are_captured(
     edited_rows: int,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(verifier, "EDITED_ROWS", edited_rows)
+    monkeypatch.setattr(edited_sequences, "EDITED_ROWS", edited_rows)
     if proposer == "head":
         draft = save_tiny_head(tmp_path, target, boundaries=(0, 1, 2), draft_vocab=60)
     if proposer == "dflash":
@@ -191,7 +191,7 @@ def test_edits_that_need_no_host_are_captured(
     padded.worker.capture(ignore_progress)
     source = padded.worker.proposer.sources[-1]
     drafting = source.draws.phase if isinstance(source, DraftModel) else source._drafts
-    for each in (drafting, padded.worker.verifier._edited_phase):
+    for each in (drafting, padded.worker.verifier._edited.phase):
         each.captured = _Complete(each.captured)  # which raises where a step was not captured
     for lag in (0, 1):
         plain.scheduler.lag = padded.scheduler.lag = lag
