@@ -240,6 +240,19 @@ def test_a_connection_too_many_is_503_while_all_have_requests(serve: Serve) -> N
         assert httpx.get(f"{url}/version").status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closes_its_sending_half_has_left(serve: Serve, stream: bool) -> None:
+    forever = asyncio.Event()
+    served = serve(lambda request: [steps(request, [70, 71])[0], forever])
+    body = json.dumps({"prompt": "Hi", "stream": stream}).encode()
+    with on_a_socket(served) as url, connect(url) as client:
+        client.sendall(post(f"{JSON}content-length: {len(body)}\r\n", body))
+        until(lambda: len(served.client.submitted) == 1)
+        client.shutdown(socket.SHUT_WR)
+        until(lambda: len(served.client.aborted) == 1)
+        assert not to_the_end(client).endswith(b"0\r\n\r\n")  # no end that looks like success
+
+
 @pytest.fixture
 def full(serve: Serve) -> Iterator[str]:
     """A server below /models/a whose only connection has a request."""
