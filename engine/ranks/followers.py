@@ -141,7 +141,7 @@ class Followers:
         `state_bytes`: of a state of one rank, if the last group is states, else 0; `num_bytes`: of
         all ranks.
         """
-        numbers = [slots.max_model_len, slots.page_size, state_bytes, *num_pages.values()]
+        numbers = [slots.page_size, state_bytes, *num_pages.values()]
         self.ask(Op.HOST, np.array(numbers))
         return SharedHostPages(own, self.send, [*num_pages], num_bytes)
 
@@ -288,6 +288,7 @@ def _line(rank: int, config: EngineConfig, meeting_fd: int) -> bytes:
         "target": asdict(config.target),
         "draft": _shared_draft(config),
         "device": config.device,
+        "max_model_len": config.max_model_len,
         "cache_dtype": config.cache.dtype,
         "batch_invariant": config.batch_invariant,
         "gpu_memory_utilization": config.gpu_memory_utilization,

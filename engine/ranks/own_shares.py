@@ -1,6 +1,6 @@
 """A follower's shares of target and draft, with their pages: what rank 0 has it do."""
 
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -43,12 +43,13 @@ class OwnShares:
             target=target,
             draft=draft and ModelConfig(**draft),
             device=str(self.device),
+            max_model_len=settings["max_model_len"],
             batch_invariant=settings["batch_invariant"],
             cache=CacheConfig(dtype=settings["cache_dtype"]),
         )
         self._group = RankGroup(rank, target.tensor_parallel)
         self._loaded = load_shares(config, rank=rank)
-        self._layers: list[LayerGroup] = []
+        self._max_model_len = config.max_model_len or self._loaded[0].max_positions
         self._num_bytes = self._step_bytes = 0
 
     @property
@@ -88,7 +89,6 @@ class OwnShares:
         )  # fmt: skip
         for network in self.networks:
             network.bind_slots(self.slots)
-        self._group_layers(max_len)
         for group in self._layers:
             group.free()
         if self.device.type == "cuda":
@@ -99,13 +99,14 @@ class OwnShares:
             group.bind(i, num, page_size)
             self._num_bytes += num * page_size * group.spec.bytes_per_token
 
-    def _group_layers(self, max_len: int) -> None:
-        self._layers = self._layers or grouped(self.networks, max_len)
+    @cached_property
+    def _layers(self) -> list[LayerGroup]:
+        """As rank 0 groups them: slots may have room for less than the longest sequence."""
+        return grouped(self.networks, self._max_model_len)
 
     def allocate_host(self, numbers: list[int]) -> None:
         """`numbers` as `Followers.share_host_pages` sends them."""
-        max_len, page_size, state_bytes, *num_pages = numbers
-        self._group_layers(max_len)
+        page_size, state_bytes, *num_pages = numbers
         states = self.networks[0] if state_bytes else None
         self.host_pages = host_pages_of(self.device)(
             self._layers, num_pages, page_size, self.device, states, state_bytes

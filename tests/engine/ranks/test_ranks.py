@@ -130,6 +130,21 @@ def test_pages_of_all_ranks_go_to_host_memory_and_come_back(
     assert engine.info.host_pages <= alone.info.host_pages
 
 
+@pytest.mark.gpu
+def test_ranks_group_layers_alike_where_the_cache_holds_less_than_a_window(
+    tiny_model: Tiny, start: Callable[[EngineConfig], Engine]
+) -> None:
+    """Slots have room for what the cache holds, 52 tokens; the model has it for 256."""
+    config = engine_config(tiny_model("exaone4", sliding_window=64), num_pages=14)
+    config = replace(config, cache=replace(config.cache, host_gib=1e-3))
+    texts = prompts([20, 21, 22], VOCAB)
+    alone, engine = Engine(config), start(config)
+    for _ in range(2):
+        one, two = (list(map(tokens, run(each, texts, GREEDY))) for each in (alone, engine))
+        assert two == one
+    assert engine.stats().host_loaded_tokens == alone.stats().host_loaded_tokens > 0
+
+
 def test_ranks_copy_the_groups_that_they_have() -> None:
     """The first has another group in front of the states: that of its draft."""
     own, sent = Mock(), []
