@@ -165,9 +165,7 @@ def test_logits_are_edited_and_scored_in_pieces(
     whole = run(Engine(config), asked, params)
     monkeypatch.setattr(verifier, "GATHERED_ROWS", 5)
     # Two sequences with all drafts of the model.
-    monkeypatch.setattr(
-        edited_sequences, "EDITED_ROWS", 11
-    )  # two sequences with all drafts of the model
+    monkeypatch.setattr(edited_sequences, "EDITED_ROWS", 11)
     engine, num_edited, num_scored = Engine(config), [], []
     take, gather = logit_edits.take_rows, verifier.gather_logprobs
     copies: list[weakref.ref[Tensor]] = []
