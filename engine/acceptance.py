@@ -98,17 +98,23 @@ class Calibration:
         return np.where(ranges_np < 0, 0.0, self.by_range_np[ranges_np])
 
     def observe(
-        self, ranges_np: np.ndarray, verified_np: np.ndarray, accepted_np: np.ndarray
+        self,
+        ranges_np: np.ndarray,
+        verified_np: np.ndarray,
+        accepted_np: np.ndarray,
+        ratios_np: np.ndarray,
     ) -> None:
         """Learn from a step that verified so many drafts of each sequence, and accepted so many.
 
-        Shape: [N, K], [N], [N].
+        `ratios_np` are as in Acceptance. Shape: [N, K], [N], [N], [N].
         """
         column_np = np.arange(ranges_np.shape[1])
         tried_np = (column_np < verified_np[:, None]) & (column_np <= accepted_np[:, None])
         tried_np &= ranges_np >= 0
         right_np = tried_np & (column_np < accepted_np[:, None])
-        self._tried_np += np.bincount(ranges_np[tried_np], minlength=NUM_RANGES)
+        most_np = SURE / np.maximum(self.chances(ranges_np), 1e-6)
+        weight_np = np.minimum(ratios_np[:, None], most_np)[tried_np]
+        self._tried_np += np.bincount(ranges_np[tried_np], weight_np, NUM_RANGES)
         self._right_np += np.bincount(ranges_np[right_np], minlength=NUM_RANGES)
         kept_np = np.where(self._tried_np > self._MOST, 0.5, 1.0)
         self._tried_np *= kept_np

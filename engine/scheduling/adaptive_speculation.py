@@ -82,9 +82,9 @@ class AdaptiveSpeculation:
         self.price = Price() if price is None else price
         self._prices: dict[int, Price] = {}  # by the number of threads
         self.acceptance, self.calibration = Acceptance(max_k), Calibration()
-        # [N, depth] of the last ranked step that was read: the chance of each draft, if those
-        # before it are accepted
-        self._seen_np: np.ndarray | None = None
+        # [N, depth] of the last ranked step that was read: how many times as likely each draft was
+        # as the others of its position, by its odds. Steps without drafts make it no less true.
+        self._spread_np: np.ndarray | None = None
         # How many drafts of the chosen step are verified; None: those that are made.
         self.budget: RowBudget | None = None
         self._trials = Trials()
@@ -162,7 +162,7 @@ class AdaptiveSpeculation:
         if is_cut or (may_cut and self._age == 0):  # ranking takes time, too
             self.budget = RowBudget(choice.num_drafts, self.calibration.by_range_np)
         elif not may_cut:
-            self._seen_np = None  # it will be of other sequences when it matters again
+            self._spread_np = None  # it will be of other sequences when it matters again
         return [choice.k] * len(owns)
 
     def _may_cut(self, k: int, batch: "_Batch") -> bool:
@@ -275,16 +275,20 @@ class AdaptiveSpeculation:
         """
         chances_np = self.calibration.chances(ranges_np)
         ratios_np = np.array([own.ratio for own in owns])
-        self.calibration.observe(ranges_np, np.array(wanted), np.array(accepted))
-        self._seen_np = self.calibration.chances(ranges_np) * ratios_np[:, None]
+        self.calibration.observe(ranges_np, np.array(wanted), np.array(accepted), ratios_np)
+        likely_np, are_made_np = self.calibration.chances(ranges_np), ranges_np >= 0
+        means_np = likely_np.sum(0) / np.maximum(are_made_np.sum(0), 1)
+        self._spread_np = np.divide(
+            likely_np, means_np, out=np.ones_like(likely_np), where=are_made_np
+        )
         return chances_np
 
     def _chances(self, owns: Sequence[OwnAcceptance]) -> np.ndarray:
         """That a draft and all before it are accepted. Shape: owns [S] -> [S, max_k]."""
         each_np = np.outer([own.ratio for own in owns], self.acceptance.by_position)
-        if (seen_np := self._seen_np) is not None:  # of about these sequences
-            depth = seen_np.shape[1]
-            each_np[:, :depth] = np.resize(seen_np, (len(owns), depth))
+        if (spread_np := self._spread_np) is not None:  # of sequences like these
+            depth = spread_np.shape[1]
+            each_np[:, :depth] *= np.resize(spread_np, (len(owns), depth))
         chances_np: np.ndarray = np.minimum(each_np, SURE).cumprod(1)
         return chances_np
 

@@ -173,6 +173,26 @@ def test_drafts_that_only_looked_unsure_go_on() -> None:
     assert max(adaptive.choose(NUM_SEQS - 3, owns[3:])) > 0  # other sequences, so it compares anew
 
 
+def test_what_unranked_steps_accept_outweighs_what_the_last_ranked_one_had_seen() -> None:
+    """Where nothing is drafted, only trials see that drafts turned good, and few are ranked."""
+    price = Price()
+    for k in [*range(MAX_K + 1)] * 3:
+        num_rows = NUM_SEQS * (k + 1)
+        price.observe(NUM_SEQS, num_rows, k, compute_bound(num_rows, k), 0.0, is_usual=False)
+    adaptive = AdaptiveSpeculation(MAX_K, ranks=True, price=price)
+    owns, k = [OwnAcceptance() for _ in range(NUM_SEQS)], MAX_K
+    for num_accepted, is_ranked in ((0, True), (1, False)):
+        for _ in range(60):
+            accepted = [num_accepted] * NUM_SEQS
+            if is_ranked:
+                ranges_np = np.zeros((NUM_SEQS, k), dtype=np.int32)
+                adaptive.calibrate(ranges_np, owns, [k] * NUM_SEQS, accepted)
+            adaptive.observe(NUM_SEQS, [k] * NUM_SEQS, accepted, None, depth=k)
+        k = 1
+        size = NUM_SEQS - 3 * num_accepted  # so that it compares anew
+        assert (max(adaptive.choose(size, owns[:size])) > 0) == (num_accepted > 0)
+
+
 def test_without_a_ranking_the_shares_follow_from_what_was_accepted() -> None:
     machine = Machine(compute_bound, mixed_sequences, ranks=False)
     assert machine.rate(300) > 0.9 * best_fixed_rate(compute_bound, mixed_sequences)
@@ -189,10 +209,22 @@ def test_a_calibration_learns_how_often_drafts_of_a_range_are_accepted() -> None
         right_np = rng.random((64, 3)) < truth_np[ranges_np]
         accepted_np = right_np.cumprod(1).sum(1)
         verified_np = rng.integers(0, 4, 64)
-        calibration.observe(ranges_np, verified_np, np.minimum(accepted_np, verified_np))
+        accepted_np = np.minimum(accepted_np, verified_np)
+        calibration.observe(ranges_np, verified_np, accepted_np, np.ones(64))
     np.testing.assert_allclose(calibration.by_range_np, truth_np, atol=0.06)
     chances_np = calibration.chances(np.array([[3, -1]]))
     assert chances_np.tolist() == [[calibration.by_range_np[3], 0.0]]
+
+
+def test_a_calibration_is_not_of_the_good_sequences_alone_that_come_to_later_drafts() -> None:
+    calibration, rng, of_any = Calibration(), np.random.default_rng(0), 0.55
+    chances_np = np.where(np.arange(64) % 2, 0.9, 0.2)
+    for _ in range(200):
+        right_np = rng.random((64, 4)) < chances_np[:, None]
+        ranges_np, verified_np = np.full((64, 4), 5), np.full(64, 4)
+        accepted_np = right_np.cumprod(1).sum(1)
+        calibration.observe(ranges_np, verified_np, accepted_np, chances_np / of_any)
+    assert calibration.by_range_np[5] == pytest.approx(of_any, abs=0.05)
 
 
 def test_a_calibration_follows_a_text_that_changes() -> None:
@@ -200,7 +232,8 @@ def test_a_calibration_follows_a_text_that_changes() -> None:
     for share in (0.9, 0.1):
         for step in range(600):
             accepted_np = np.arange(10) < 10 * share
-            calibration.observe(np.full((10, 1), 5), np.ones(10), accepted_np.astype(int))
+            verdict = np.ones(10), accepted_np.astype(int)
+            calibration.observe(np.full((10, 1), 5), *verdict, np.ones(10))
             assert step < 500 or abs(calibration.by_range_np[5] - share) < 0.05
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from outrider.engine.acceptance import OwnAcceptance
 from outrider.engine.plan import RowBudget
 from outrider.engine.scheduling.adaptive_speculation import AdaptiveSpeculation
@@ -23,7 +25,7 @@ class Budgeted(AdaptiveSpeculation):
         speedup: float = 1.0,
     ) -> list[int]:
         self.k, most = self._max_k, self._max_k * len(owns)
-        seen = 3 if self._seen_np is None else int(997 * self._seen_np.sum())
+        seen = 3 if self._spread_np is None else int(997 * np.square(self._spread_np).sum())
         self.budget = RowBudget(seen % (most + 1), self.calibration.by_range_np)
         return [self.k] * len(owns)
 
