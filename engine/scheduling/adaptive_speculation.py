@@ -137,7 +137,12 @@ class AdaptiveSpeculation:
             self._usual_k = best.k
         choice, self._best_rate = choices[self._usual_k], best.rate
         tried = self._trials.next(
-            choice, choices, self.price.pace_s, may_begin=is_timed, speedup=speedup
+            choice,
+            choices,
+            self.price.pace_s,
+            may_begin=is_timed,
+            has_price=lambda tried: self.price.knows(num_seqs, batch.num_rows + tried.num_drafts),
+            speedup=speedup,
         )
         self.is_trial = self.is_measuring = tried is not None
         choice = tried or choice
@@ -242,6 +247,8 @@ class AdaptiveSpeculation:
         num_seqs = max(1, num_seqs)
         num_rows = num_seqs + sum(wanted) + num_looked_up + num_void
         self.acceptance.observe(wanted, accepted, left_out, ratios)
+        if is_trial:
+            self._batch = None  # compare anew with what it has shown
         most = max(wanted, default=0) if depth is None else depth
         num_drafts = sum(wanted) / num_seqs if self._stops_early else most
         catches_up = most > 0 == self._num_drafts_before  # the draft reads what it has missed

@@ -10,7 +10,7 @@ import pytest
 from outrider.engine.acceptance import PRIOR_ACCEPTANCE, OwnAcceptance
 from outrider.engine.scheduling.adaptive_speculation import UNLIKELY, AdaptiveSpeculation
 from outrider.engine.scheduling.price import Price
-from outrider.engine.scheduling.trials import SPENT, Choice, Trials
+from outrider.engine.scheduling.trials import LONG, SHORT, SPENT, SPENT_DRAFTING, Choice, Trials
 
 StepTime = Callable[[int, int], float]  # (num_seqs, k) -> seconds
 MAX_K = 5
@@ -400,3 +400,57 @@ def test_a_trial_ends_where_nobody_knows_what_lookups_bring() -> None:
     assert trials.next(choices[0], choices, 0.03, may_begin=True) is choices[1]
     assert trials.next(choices[0], choices, 0.03, may_begin=True, speedup=inf) is None
     assert trials.next(choices[0], choices, 0.03, may_begin=False) is None
+
+
+TRIED = {k: Choice(k, k, 1.0, 1.0 + 0.1 * k) for k in range(3)}
+
+
+def tried(
+    usual_k: int, *, priced: tuple[int, ...], num_steps: int = 2000
+) -> tuple[list[int], list[int]]:
+    """Each k that was tried, and for how many steps, where no draft is ever accepted."""
+    trials, ks, lengths, before = Trials(), [], [], None
+    for _ in range(num_steps):
+        choice = trials.next(
+            TRIED[usual_k], TRIED, 1.0, may_begin=True, has_price=lambda tried: tried.k in priced
+        )
+        if choice is not None and before is None:
+            ks.append(choice.k)
+            lengths.append(0)
+        if choice is not None:
+            lengths[-1] += 1
+        elapsed_s = (choice or TRIED[usual_k]).cost
+        trials.observe(elapsed_s, 1, 1.0, is_trial=choice is not None, late_s=0.0)
+        before = choice
+    return ks, lengths
+
+
+def test_a_trial_is_as_long_as_it_takes_to_learn_what_is_not_known() -> None:
+    assert set(tried(0, priced=(1, 2))[1]) == {SHORT}
+    assert set(tried(0, priced=())[1]) == {LONG}
+
+
+def test_fewer_drafts_are_tried_only_to_learn_their_price() -> None:
+    assert set(tried(1, priced=(0, 1, 2))[0]) == {2}
+    assert set(tried(1, priced=(1, 2))[0]) == {0, 2}
+    assert not tried(2, priced=(0, 1, 2))[0]
+
+
+def test_less_is_spent_on_trials_while_drafts_show_how_often_they_are_accepted() -> None:
+    without, drafting = (len(tried(k, priced=(0, 1, 2))[0]) for k in (0, 1))
+    assert without * SPENT_DRAFTING == pytest.approx(drafting * SPENT, rel=0.2)
+
+
+def test_what_a_trial_has_shown_is_weighed_at_once() -> None:
+    """Else for some 30 steps, at which choices without drafts are compared again."""
+    adaptive = AdaptiveSpeculation(1, price=known(memory_bound, 8, 1))
+    rng, num_steps = random.Random(0), 0
+    for is_good in (False, True):
+        for _ in range(300):
+            k, is_trial = choose(adaptive, 8), adaptive.is_trial
+            if is_good and k and not is_trial:
+                break
+            num_steps = num_steps + 1 if is_good and (is_trial or num_steps) else 0
+            accepted = [stood(rng, k, 0.9 if is_good else 0.0) for _ in range(8)]
+            observe(adaptive, [k] * 8, accepted, memory_bound(8, k))
+    assert 0 < num_steps < 10
