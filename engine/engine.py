@@ -140,6 +140,7 @@ class Engine:
                 slots.max_drawn,
                 stops_early=stops_early,
                 ranks=self.worker.ranking is not None,
+                falls_behind=pair.head is None,
                 price=Price(lru_cache(4096)(pair.target.padded)) if price is None else price,
             )
         self.sequences = Sequences(

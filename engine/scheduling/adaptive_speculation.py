@@ -73,12 +73,15 @@ class AdaptiveSpeculation:
         *,
         stops_early: bool = False,
         ranks: bool = False,
+        falls_behind: bool = True,
         price: Price | None = None,
     ) -> None:
         """`stops_early`: the proposer stops a sequence's drafts at `least_chance`. `ranks`: which
-        drafts are verified can be chosen once they are made.
+        drafts are verified can be chosen once they are made. `falls_behind`: before it drafts, the
+        proposer must read what steps without drafts had; a head has read it with the target.
         """
         self._max_k, self._stops_early, self._ranks = max_k, stops_early, ranks
+        self._falls_behind = falls_behind
         self.price = Price() if price is None else price
         self._prices: dict[int, Price] = {}  # by the number of threads
         self.acceptance, self.calibration = Acceptance(max_k), Calibration()
@@ -146,20 +149,30 @@ class AdaptiveSpeculation:
         )
         self.is_trial = self.is_measuring = tried is not None
         choice = tried or choice
+        ks = {choice.k}
+        if num_prompt_rows and not self.is_trial:
+            # What a draft has missed has no price: so it reads no more often than it would anyway.
+            is_fixed = self._falls_behind or self._stops_early
+            ks = {0, choice.k} if is_fixed else set(range(self._max_k + 1))
         self.k = choice.k
-        if choice.k == 0:
+        if ks == {0}:
             return [0] * len(owns)
         chances_np = self._chances(owns)
         if batch != self._batch:
             choice = self._compare(batch, chances_np)[choice.k]
-        if num_prompt_rows and not self.is_trial:
+        if len(ks) > 1:
             # Prompts cost what they cost: what drafts add to it must bring as much as ever.
             batch = batch._replace(num_rows=batch.num_rows + num_prompt_rows)
-            options = [
-                *self._options(0, batch, chances_np),
-                *self._options(choice.k, batch, chances_np),
-            ]
-            choice = max(options, key=lambda each: each.num_tokens - best.rate * each.cost)
+            least = (MIN_GAIN - 1) * num_seqs  # tokens that another k than usual must bring
+            choice = max(
+                (each for k in ks for each in self._options(k, batch, chances_np)),
+                key=lambda each: (
+                    each.num_tokens
+                    - best.rate * each.cost
+                    - (least if each.k not in (0, self.k) else 0.0)
+                ),
+            )
+            self.k = max(self.k, choice.k)
         if not self._ranks:
             return self._shares(choice, chances_np)
         is_cut = choice.num_drafts < choice.k * len(owns)

@@ -284,6 +284,25 @@ def test_drafts_beside_prompts_must_be_worth_the_rows_that_they_add(
     assert adaptive.choose(4, owns, num_prompt_rows=num_prompt_rows) == [expected] * 4
 
 
+@pytest.mark.parametrize("falls_behind", [False, True])
+def test_a_head_drafts_beside_prompts_though_it_does_not_pay_without_them(
+    falls_behind: bool,
+) -> None:
+    """The first 12 rows behind 4 cost a step each; beside a prompt they cost next to nothing. A
+    draft model would have to read all that it has missed.
+    """
+    price = Price()
+    for num_rows in (4, 8, 12, 16, 128, 512) * 3:
+        cost = 1.0 + min(12, num_rows - 4) + 0.001 * num_rows
+        price.observe(4, num_rows, 0, cost, is_usual=False)
+    adaptive = AdaptiveSpeculation(3, falls_behind=falls_behind, price=price)
+    for _ in range(20):
+        adaptive.observe(4, [3] * 4, [3] * 4, None)
+    assert choose(adaptive, 4) == 0
+    drafted = choose(adaptive, 4, num_prompt_rows=200)
+    assert drafted == (0 if falls_behind else 3)
+
+
 def test_a_size_whose_plain_steps_are_unknown_can_be_asked_about() -> None:
     adaptive = AdaptiveSpeculation(4, stops_early=True)
     for _ in range(8):

@@ -32,6 +32,7 @@ MIXTURES = {
     "raw and sampled, 32 clients, small": Mixture(SMALL, 32, [0.15], answer=64, prompt=16),
     "bursts, 64 clients, small": Mixture(SMALL, 64, [0.15], answer=48, prompt=16, rests=True),
     "easy beside hard, 64 clients": Mixture(HEAD, 64, [0.92, 0.2], falls=0.02),
+    "short answers, easy beside hard, 64 clients": Mixture(HEAD, 64, [0.9, 0.2], answer=32),
     "documents, 256 clients": Mixture(HEAD, 256, [0.6], answer=64, prompt=600, falls=0.05),
     "experts, 24 clients": Mixture(EXPERTS, 24, [0.8, 0.5], falls=0.05),
     "pinned among them, 48 clients": Mixture(HEAD, 48, [0.7], pinned=0.25, falls=0.04),
@@ -48,6 +49,7 @@ SEEDS = range(3)
 GAINS = {
     "raw and sampled, 32 clients, small": 0.978,  # each trial reads a hundred tokens a sequence
     "easy beside hard, 64 clients": 1.02,
+    "short answers, easy beside hard, 64 clients": 1.03,  # most steps have prompts, too
     "long contexts among short, 32 clients": 1.08,
     "16 threads, then one": 1.15,
 }

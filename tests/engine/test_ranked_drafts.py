@@ -97,6 +97,23 @@ def test_answers_are_the_targets_and_as_many_drafts_are_verified_as_were_asked_f
     assert num_drafts == sum(stats.drafted_per_position) <= sum(counts)  # some were void
 
 
+@pytest.mark.parametrize(("kind", "falls_behind"), [("draft_model", True), ("head", False)])
+def test_a_head_never_has_to_read_what_steps_without_drafts_had(
+    kind: str, falls_behind: bool, tiny_model: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    class Noted(AdaptiveSpeculation):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            given.append(kwargs["falls_behind"])
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "AdaptiveSpeculation", Noted)
+    target = tiny_model("llama", seed=0, num_hidden_layers=6)
+    Engine(engine_config(target, draft_of(kind, target, tmp_path, tiny_model), adaptive=True))
+    assert given == [falls_behind]
+
+
 MIXED: list[SamplingParams] = [
     GREEDY,
     replace(GREEDY, logprobs=2),

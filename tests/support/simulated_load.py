@@ -112,7 +112,8 @@ def tokens_per_s(mixture: Mixture, fixed_k: int | None = None, seed: int = 0) ->
     """Tokens a second of all clients; `fixed_k` None: the engine's own choice."""
     costs = mixture.costs
     price = learned(costs, mixture.clients, mixture.max_k) if costs.is_captured else None
-    adaptive = AdaptiveSpeculation(mixture.max_k, price=price)
+    falls_behind = costs.read > 0
+    adaptive = AdaptiveSpeculation(mixture.max_k, falls_behind=falls_behind, price=price)
     adaptive.use_threads(16)
     clients = Clients(mixture, np.random.default_rng(seed), adaptive.acceptance)
     unread_observation: tuple | None = None
