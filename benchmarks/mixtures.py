@@ -1,6 +1,6 @@
 """Twelve mixtures of clients over HTTP: the engine's own choice of drafts beside every fixed k.
 
-    python benchmarks/mixtures.py [--seconds 4] [--k auto 0 1 3] [-- ARGUMENTS OF SERVE]
+    python benchmarks/mixtures.py [--seconds 2] [--k auto 0 1 3] [-- ARGUMENTS OF SERVE]
 
 For example, on a machine without a network:
 
@@ -8,15 +8,20 @@ For example, on a machine without a network:
     python benchmarks/mixtures.py --url http://gpu-server:8000 --k auto 0 3
 
 It starts a server, or asks the one at --url. In each mixture the clients send completions, and the
-next as soon as they have an answer. First the server chooses k (`auto`), then every request names
-the same k; 0 is plain decoding; all of this in turn, --rounds times, forth and back, behind a turn
-that does not count, since what comes first meets sizes that were never computed. The table has
-median tokens a second, prompts included, and how the own choice compares with plain decoding and
-with the best fixed k. `auto` should be at least 0.98 of the best everywhere. Short runs are noisy:
-believe ratios of --seconds 10 and more.
+next as soon as they have an answer. In a cell of --seconds the server chooses k (`auto`), or every
+request names the same k; 0 is plain decoding. Behind a cell that does not count, since what comes
+first meets sizes that were never computed, there are --rounds of cells, forth and back. Within a
+round all k have the same seeds and lengths of answers. After each round those k are left out
+whose tokens a second are less than BEHIND of the best: so the time is spent on what is close.
+With --budget there are as many rounds as fit into so many seconds, the server's start included, and
+--rounds is the most.
+
+The table has mean tokens a second, prompts included, and how the own choice compares with plain
+decoding and with the best fixed k, round by round: the mean ratio, and its standard error. `auto`
+should be at least 0.98 of the best everywhere.
 
 Tokens are counted by the server, while all clients are busy: from a quarter of the time on. Clients
-that rest have whole bursts counted. Answers are as long with every k.
+that rest have whole bursts counted.
 
 What a client asks for sets how good drafts are: an edit of a file is easy at temperature 0, a poem
 at 1.5 is hopeless, and an adversarial client sends a prediction that is wrong at every fifth word.
@@ -25,23 +30,24 @@ With --vocab-size N prompts are random tokens below N, for models that have no t
 weights (see set_acceptance.py): adversarial ones are good and useless by turns.
 
     python benchmarks/published_shapes.py qwen3-8b /tmp/m --served --fp8
-    python benchmarks/mixtures.py --set-acceptance --vocab-size 100000 --seconds 2 --rounds 1 \
+    python benchmarks/mixtures.py --set-acceptance --vocab-size 100000 --seconds 1.5 --budget 300 \
         --k auto 0 1 3 6 -- /tmp/m --draft /tmp/m/eagle3 -k 6
 """
 
 import argparse
 import asyncio
 import json
+import math
 import random
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, stdev
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -55,6 +61,7 @@ TEXT = (
     "north paper answer between seven green morning where road small light under question"
 )
 WORDS = TEXT.split()
+BEHIND = 0.93  # of the best fixed k: what is below is not timed again
 
 
 @dataclass(frozen=True)
@@ -182,14 +189,21 @@ async def generated(place: tuple[str, int]) -> int:
 
 
 async def tokens_per_s(
-    place: tuple[str, int], mixture: Mixture, k: int | None, seconds: float, requests: Requests
+    place: tuple[str, int],
+    mixture: Mixture,
+    k: int | None,
+    seconds: float,
+    requests: Requests,
+    round_: int = 0,
 ) -> float:
-    """While all clients are busy; of those that rest, in the bursts that begin in this time."""
+    """While all clients are busy; of those that rest, in the bursts that begin in this time. The
+    requests of a round are alike for all k.
+    """
 
     async def client(i: int, turns: range) -> None:
         kind = mixture.kinds[i % len(mixture.kinds)]
         for turn in turns:
-            await ask(*place, requests.body(kind, k, f"{i} {turn}"))
+            await ask(*place, requests.body(kind, k, f"{round_} {i} {turn}"))
 
     async def ask_all(turns: range) -> None:
         await asyncio.gather(*(client(i, turns) for i in range(mixture.clients)))
@@ -211,12 +225,49 @@ async def tokens_per_s(
     return (after - before) / elapsed_s
 
 
-def row(name: str, clients: int, rates: dict[str, float]) -> Sequence[str]:
-    cells = [name, str(clients), *(f"{rate:.0f}" for rate in rates.values())]
-    fixed = {k: rate for k, rate in rates.items() if k != "auto"}
-    if "auto" in rates:
-        cells.append(f"{rates['auto'] / rates['0']:.2f}" if "0" in rates else "")
-        cells.append(f"{rates['auto'] / max(fixed.values()):.2f}" if fixed else "")
+Rates = dict[str, list[float]]  # by k, round by round; k is left out from some round on
+
+
+def compare(
+    ks: Sequence[str], rounds: int, rate: Callable[[str, int], float], until_s: float
+) -> Rates:
+    """`rate(k, round)` of every k in each round; fixed ones that fall behind are left out. A round
+    begins if it is likely to end before `until_s`.
+    """
+    rates: Rates = {k: [] for k in ks}
+    going = list(ks)
+    for round_ in range(rounds):
+        start_s = time.perf_counter()
+        for k in going if round_ % 2 == 0 else reversed(going):
+            rates[k].append(rate(k, round_))
+        elapsed_s = time.perf_counter() - start_s
+        most = max((mean(rates[k]) for k in going if k != "auto"), default=0.0)
+        num_before = len(going)
+        going = [k for k in going if k == "auto" or mean(rates[k]) >= BEHIND * most]
+        if time.perf_counter() + elapsed_s * len(going) / num_before > until_s:
+            break
+    return rates
+
+
+def ratio(rates: Rates, k: str) -> tuple[float, float]:
+    """Of the own choice's tokens to those of a fixed k in the same rounds: the mean, and its
+    standard error; nan with one round.
+    """
+    logs = [math.log(own / other) for own, other in zip(rates["auto"], rates[k], strict=False)]
+    error = stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
+    middle = math.exp(mean(logs))
+    return middle, middle * error
+
+
+def row(name: str, clients: int, rates: Rates) -> Sequence[str]:
+    cells = [name, str(clients), *(f"{mean(each):.0f} ({len(each)})" for each in rates.values())]
+    fixed = [k for k in rates if k != "auto"]
+    if "auto" in rates and fixed:
+        rounds = max(len(rates[k]) for k in fixed)
+        best = max((k for k in fixed if len(rates[k]) == rounds), key=lambda k: mean(rates[k]))
+        others = ["0", best] if "0" in rates else [best]
+        for middle, error in (ratio(rates, k) for k in others):
+            cells.append(f"{middle:.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}"))
     return cells
 
 
@@ -226,8 +277,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--url", help="of a server that runs, such as http://localhost:8000")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each mixture and k")
-    parser.add_argument("--rounds", type=int, default=3, help="medians of so many are shown")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a cell")
+    parser.add_argument("--rounds", type=int, default=4, help="of cells, at most")
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, help="seconds in all, start included"
+    )
     parser.add_argument("--k", nargs="+", default=["auto", "0", "1", "3"], metavar="K")
     parser.add_argument("--mixtures", nargs="+", default=list(MIXTURES), metavar="NAME")
     parser.add_argument("--most-clients", type=int, default=256, help="leave larger mixtures out")
@@ -236,13 +290,14 @@ def main() -> None:
         "--set-acceptance", action="store_true", help="of the server's drafts, by kind of request"
     )
     args = parser.parse_args(sys.argv[1:at])
+    end_s = time.perf_counter() + args.budget
     if unknown := [name for name in args.mixtures if name not in MIXTURES]:
         parser.error(f"there is no mixture {unknown[0]!r}; there are {', '.join(MIXTURES)}")
     log = Path(tempfile.mkdtemp(prefix="outrider-mixtures-")) / "serve.log"
     requests = Requests(args.vocab_size, sets_acceptance=args.set_acceptance)
     names = [f"k = {k}" if k != "auto" else "auto" for k in args.k]
-    ratios = ["auto / plain", "auto / best"] if "auto" in args.k else []
-    table = Table("mixture", "clients", *names, *ratios, title="tokens a second")
+    ratios = ["auto / plain"] * ("0" in args.k) + ["auto / best"] if "auto" in args.k else []
+    table = Table("mixture", "clients", *names, *ratios, title="tokens a second (rounds)")
     with ExitStack() as stack:
         if args.url:
             url = urlsplit(args.url)
@@ -253,19 +308,18 @@ def main() -> None:
             server = stack.enter_context(started)
             place = server.host, server.port
         print(" | ".join(["mixture", "clients", *names, *ratios]), flush=True)
-        for name in args.mixtures:
-            mixture = MIXTURES[name]
-            if mixture.clients > args.most_clients:
-                continue
-            turns: dict[str, list[float]] = {k: [] for k in args.k}
-            asyncio.run(tokens_per_s(place, mixture, None, args.seconds / 2, requests))
-            for round_ in range(args.rounds):
-                for k in args.k if round_ % 2 == 0 else reversed(args.k):
-                    own_k = None if k == "auto" else int(k)
-                    turn = tokens_per_s(place, mixture, own_k, args.seconds, requests)
-                    turns[k].append(asyncio.run(turn))
-            rates = {k: median(seen) for k, seen in turns.items()}
-            cells = row(name, mixture.clients, rates)
+        mixtures = {n: m for n in args.mixtures if (m := MIXTURES[n]).clients <= args.most_clients}
+        for i, (name, mixture) in enumerate(mixtures.items()):
+            start_s = time.perf_counter()
+            until_s = start_s + (end_s - start_s) / (len(mixtures) - i)
+
+            def rate(k: str, round_: int, mixture: Mixture = mixture) -> float:
+                own_k = None if k == "auto" else int(k)
+                cell = tokens_per_s(place, mixture, own_k, args.seconds, requests, round_)
+                return asyncio.run(cell)
+
+            asyncio.run(tokens_per_s(place, mixture, None, args.seconds / 2, requests, -1))
+            cells = row(name, mixture.clients, compare(args.k, args.rounds, rate, until_s))
             table.add_row(*cells)
             print(" | ".join(cells), flush=True)
     Console(width=120).print(table)
