@@ -32,6 +32,7 @@ from .weights import Dense, Linear
 # Must not contain "flash", "sdpa", "flex", "paged|" or "/", which mean something to transformers.
 _NAME = "outrider_{}"
 _numbers = count()
+_TINY = 4  # tokens of a pass before there are pages
 
 
 class HuggingFaceModel(Network):
@@ -105,6 +106,12 @@ class HuggingFaceModel(Network):
                 f"cannot tap layer {last}, the last: transformers hands out its states normalised"
             )
         super().tap(layers)
+        if not layers:
+            return
+        taps = self._run_tiny()
+        if taps is None or taps.shape != (_TINY, len(layers), self.input_embedding.shape[1]):
+            super().tap(())
+            raise ValueError("its layers hand out several states of a token, or none")
 
     @property
     def products_are_batch_invariant(self) -> bool:
@@ -165,22 +172,24 @@ class HuggingFaceModel(Network):
         """
         if self._batch is None:
             self._num_calls += 1
-            # An argument that we ignored would silently make the output wrong.
-            dropped = sorted(name for name, given in unknown.items() if given not in (None, False))
-            if dropped:
-                raise UnsupportedModelError(f"its attention passes {', '.join(dropped)}, unknown")
-            if attention_mask is not None:
-                raise UnsupportedModelError("it builds an attention mask of its own")
-            self._attention_of[module] = PagedAttention(
-                num_heads=query.shape[1],
-                num_kv_heads=key.shape[1],
-                head_dim=key.shape[3],
-                value_dim=value.shape[3],
-                scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-                window=sliding_window,
-                softcap=softcap,
-                sinks=s_aux,
-            )
+            if module not in self._attention_of:  # what was decided of one stays
+                # An argument that we ignored would silently make the output wrong.
+                dropped = sorted(k for k, given in unknown.items() if given not in (None, False))
+                if dropped:
+                    reason = f"its attention passes {', '.join(dropped)}, unknown"
+                    raise UnsupportedModelError(reason)
+                if attention_mask is not None:
+                    raise UnsupportedModelError("it builds an attention mask of its own")
+                self._attention_of[module] = PagedAttention(
+                    num_heads=query.shape[1],
+                    num_kv_heads=key.shape[1],
+                    head_dim=key.shape[3],
+                    value_dim=value.shape[3],
+                    scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+                    window=sliding_window,
+                    softcap=softcap,
+                    sinks=s_aux,
+                )
             return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
         attention = self._attention_of[module]
         keys, values = attention.bound_pages
@@ -191,9 +200,10 @@ class HuggingFaceModel(Network):
         return attended[None].contiguous(), None  # as transformers' own: some models view it
 
     @torch.inference_mode()
-    def _run_tiny(self) -> None:
-        positions = torch.arange(4, device=self.device)
-        self._run(torch.zeros_like(positions), positions, positions[3:])
+    def _run_tiny(self) -> Tensor | None:
+        self._batch = None  # it needs no pages
+        positions = torch.arange(_TINY, device=self.device)
+        return self._run(torch.zeros_like(positions), positions, positions[-1:])[1]
 
     def _dry_run(self) -> None:
         """Run one tiny forward: every layer must call our attention once, with known arguments."""

@@ -240,6 +240,19 @@ def test_a_k_beyond_the_head_is_refused_whoever_chose_the_head(
         Engine(config)
 
 
+def test_a_target_with_several_states_of_a_token_is_refused(
+    tiny_model: Tiny, tmp_path: Path
+) -> None:
+    """The head failed in every step, and nothing was drafted."""
+    sizes = {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 3, "laurel_rank": 8}
+    own = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+    sparse = {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 3}
+    types = {"layer_types": ["full_attention"] * 3, "pad_token_id": 0}
+    target = tiny_model("gemma3n_text", **sizes, **own, **sparse, **types)
+    head = save_tiny_head(tmp_path / "head", target, boundaries=(0, 1, 2))
+    check_refused(target, head, "several states of a token")
+
+
 def test_a_head_for_a_wider_target_is_refused(
     target: Path, tiny_model: Tiny, tmp_path: Path
 ) -> None:
