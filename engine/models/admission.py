@@ -98,11 +98,8 @@ def check_config(hf_config: PreTrainedConfig) -> None:
 
 
 def layers_differ(text_config: PreTrainedConfig) -> bool:
-    """Whether layers have fields of their own (`per_layer_config`), which cannot be read of all.
-
-    transformers 5.17 does not know that.
-    """
-    return getattr(text_config, "is_heterogeneous", False)
+    """Whether layers have fields of their own (`per_layer_config`), which cannot be read of all."""
+    return bool(text_config.is_heterogeneous)
 
 
 def keeps_state(hf_config: PreTrainedConfig) -> bool:

@@ -72,7 +72,7 @@ def test_longer_sequences_than_the_target_has_positions_for_are_refused_before_w
     assert Engine(replace(config, max_model_len=256)).info.max_model_len == 256
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "xlnet"])
+@pytest.mark.parametrize("model_type", ["bloom", "xlnet"])
 def test_a_model_that_does_not_say_how_many_positions_it_has_is_refused(
     model_type: str, tmp_path: Path
 ) -> None:
