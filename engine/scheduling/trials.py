@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 # Of the time, at most. While some are drafted, how often the first are accepted is seen anyway, and
 # later ones are mostly alike.
-SPENT, SPENT_DRAFTING = 0.01, 0.0025
+SPENT, SPENT_DRAFTING = 0.008, 0.002
 # Steps of a trial: one shows how often drafts are accepted. The time of the first may contain what
 # the draft had missed, so more are needed until a price is known.
 SHORT, LONG = 1, 4

@@ -374,7 +374,7 @@ def test_a_draft_that_must_read_what_it_has_missed_is_tried_less_often() -> None
 def test_what_a_draft_must_read_is_charged_to_its_trials_once() -> None:
     trials, choices = Trials(), {0: Choice(0, 0, 1.0, 1.0), 1: Choice(1, 1, 1.0, 1.1)}
     is_trial, read_s, total_s = False, 0.0, 0.0
-    for _ in range(20_000):
+    for _ in range(100_000):
         was_trial = is_trial
         is_trial = trials.next(choices[0], choices, 0.03, may_begin=True) is not None
         missed_s = 0.5 if is_trial and not was_trial else 0.0

@@ -47,7 +47,6 @@ MIXTURES = {
 SEEDS = range(3)
 # Where sequences or times differ; 1.065 with long contexts if they are taken to be like the others.
 GAINS = {
-    "raw and sampled, 32 clients, small": 0.978,  # each trial reads a hundred tokens a sequence
     "easy beside hard, 64 clients": 1.02,
     "short answers, easy beside hard, 64 clients": 1.03,  # most steps have prompts, too
     "long contexts among short, 32 clients": 1.08,
