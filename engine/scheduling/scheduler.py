@@ -95,7 +95,8 @@ class Scheduler:
         """Give a running sequence its share of the step; returns its number of rows, or 0."""
         if request.slot is None:  # preempted by this step
             return 0
-        if request.is_in_flight and request.least_tokens >= request.max_len:
+        # Asked of each sequence, here and in _share: `is_in_flight` would be two calls more.
+        if request.num_drafts_in_flight is not None and request.least_tokens >= request.max_len:
             return 0  # the step in flight is sure to end it
         scheduled = self._share(request, budget, plan)
         if scheduled.num_new_tokens == 0:
@@ -173,7 +174,7 @@ class Scheduler:
 
     def _share(self, request: Request, budget: int, plan: Plan) -> ScheduledRequest:
         num_new = 1
-        if not request.is_in_flight:
+        if request.num_drafts_in_flight is None:
             num_new = min(request.num_uncomputed_tokens, budget)
             num_new = request.memory.rows_up_to_an_edge(num_new)
         scheduled = ScheduledRequest(request, num_new)
