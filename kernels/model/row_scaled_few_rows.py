@@ -24,7 +24,7 @@ mbarrier, tma = hopper.mbarrier, hopper.tma
 
 # Of a tile: each is compiled anew, and a step of 160 or 192 rows is worth it.
 ROWS = ((64, 0), (128, 0), (128, 32), (128, 64), (128, 128))
-MOST_ROWS = 256
+MOST_ROWS = sum(ROWS[-1])
 _BLOCK = gl.constexpr(128)  # inputs that are copied at once
 _OUTS = gl.constexpr(64)  # rows of the matrix in a tile
 _BOX = gl.constexpr(8)  # if gated, each second box of a tile is of `up`: a thread has both halves

@@ -10,7 +10,7 @@ from typing import Any
 import block_scaled
 import pytest
 import torch
-from block_scaled import interpreted, on_gpu
+from block_scaled import exact, interpreted, on_gpu
 from random_tensors import normals
 from torch import Tensor
 from verification import DEVICE
@@ -20,7 +20,7 @@ from outrider.kernels.model import row_scaled_product as module
 from outrider.kernels.model import row_scaled_trial as trial
 from outrider.kernels.model import scaled_product as products
 from outrider.kernels.model import tiles
-from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, narrow_matrix
+from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 from outrider.kernels.model.row_codes import RowCodes
 from outrider.kernels.model.scaled_product import parts_of, scaled_product
 from outrider.kernels.triton_or_none import HAS_GLUON
@@ -77,12 +77,7 @@ def test_it_is_the_product_of_the_numbers_that_codes_stand_for(
     matrix = make_matrix(2 * num_out if gated else num_out, num_in)
     out = randn(num_rows, num_out).to(dtype)
     bias = randn(len(matrix.codes)).to(dtype) if has_bias else None
-    expected = x.codes.double() * x.scale @ dequantise(matrix, torch.float64).t()
-    if bias is not None:
-        expected += bias
-    if gated:
-        gate, up = expected.chunk(2, 1)
-        expected = torch.nn.functional.silu(gate) * up
+    expected = exact(x, matrix, bias, gated=gated)
     if adds:
         expected += out
     last = 512 if num_in // num_splits > 512 else 0
@@ -123,12 +118,7 @@ def test_some_rows_are_multiplied_alike(
     x, randn = make_rows(num_rows, num_in, torch.bfloat16), normals(1)
     matrix = make_matrix(2 * num_out if gated else num_out, num_in)
     bias = randn(len(matrix.codes)).to(x.dtype) if has_bias else None
-    expected = x.codes.double() * x.scale @ dequantise(matrix, torch.float64).t()
-    if bias is not None:
-        expected += bias
-    if gated:
-        gate, up = expected.chunk(2, 1)
-        expected = torch.nn.functional.silu(gate) * up
+    expected = exact(x, matrix, bias, gated=gated)
     shape = (num_rows, num_out) if num_splits == 1 else (num_splits, num_rows, num_out)
     out = torch.full(shape, torch.nan, dtype=x.dtype if num_splits == 1 else torch.float32)
     last = 512 if num_in // num_splits > 512 else 0

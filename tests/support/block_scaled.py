@@ -38,6 +38,19 @@ def make_matrix(num_out: int, num_in: int) -> NarrowMatrix:
     return narrow_matrix("fp8", codes, scale, group=128, rows=128, rounds_inputs=True)
 
 
-def exact(x: RowCodes, matrix: NarrowMatrix) -> Tensor:
-    rows = x.codes.double() * x.scale.repeat_interleave(128, 1)
-    return rows @ dequantise(matrix, torch.float64).t()
+def exact(
+    x: RowCodes, matrix: NarrowMatrix, bias: Tensor | None = None, *, gated: bool = False
+) -> Tensor:
+    """What a product should be, in float64; a scale of x is of 128 inputs, or of all."""
+    group = x.codes.shape[1] // x.scale.shape[1]
+    y = (
+        x.codes.double()
+        * x.scale.repeat_interleave(group, 1)
+        @ dequantise(matrix, torch.float64).t()
+    )
+    if bias is not None:
+        y += bias
+    if gated:
+        gate, up = y.chunk(2, 1)
+        y = torch.nn.functional.silu(gate) * up
+    return y
