@@ -2,6 +2,8 @@
 
     python benchmarks/engine.py TARGET DRAFT [--batch 1 8 32 64] [--k 0 4] [--best-of 8]
     python benchmarks/engine.py TARGET HEAD --tokens-a-step 2.7 --quantization fp8
+    python benchmarks/engine.py TARGET HEAD --once --best-of 0 --prompt-tokens 512 8192 131072 \
+        --new-tokens 64 --batch 1 8 --sequences 1 --most-tokens 300000
 
 Needs torch, triton and transformers only. Prompts are random token ids, 128 of them, and 256 tokens
 are decoded, as in the tables of other engines this is compared with. Every line decodes the same
@@ -14,7 +16,8 @@ Tokens/s and a step's time are those of steps whose batch is full, until the fir
 ends: what a server gives that has so many at all times. "To end" goes on until the last one has
 ended, as a fixed set of prompts is timed: sequences with more accepted drafts end earlier, and
 the rest is decoded in smaller batches, which plain decoding never does. The best k is best by
-tokens/s. "Prefill too" is to the end as well, the clock started before the prompts.
+tokens/s. "Prefill too" is to the end as well, the clock started before the prompts. "First s" is
+how long a batch's prompts take, until the last of its sequences has its first token.
 
 DRAFT is a model, a head, or mtp: the head in the target's own checkpoint, or in the folder mtp
 beside it, where published_shapes.py writes it. --k and --best-of must not go beyond what a head
@@ -45,6 +48,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +83,12 @@ PAUSE_CYCLES = 1_000_000  # about half a millisecond, in which a graph is launch
 
 def build(args: argparse.Namespace) -> Engine:
     k = max(*args.k, args.best_of)
-    # As many as the batches need: counting what fits would take a step of its own at every start.
-    longest = args.prompt_tokens + max(args.new_tokens, SEARCH_TOKENS) + 4 * (k + 1)
-    num_pages = 1 + max(args.batch) * (longest // PAGE_TOKENS + 1)
+    # As many as the lines need: counting what fits would take a step of its own at every start.
+    beside_prompt = max(args.new_tokens, SEARCH_TOKENS) + 4 * (k + 1)
+    num_pages = 1 + max(
+        batch * ((prompt + beside_prompt) // PAGE_TOKENS + 1) for prompt, batch in lines(args)
+    )
+    longest = max(prompt for prompt, _ in lines(args)) + beside_prompt
     return Engine(
         EngineConfig(
             target=ModelConfig(
@@ -112,6 +119,12 @@ def build(args: argparse.Namespace) -> Engine:
         ),
         Progress().stage,
     )
+
+
+def lines(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """Tokens of a prompt, and sequences at once."""
+    every = product(args.prompt_tokens, args.batch)
+    return [(prompt, batch) for prompt, batch in every if prompt * batch <= args.most_tokens]
 
 
 def mtp_folder(target: str) -> str:
@@ -147,31 +160,33 @@ class Measured:
         self,
         engine: Engine,
         args: argparse.Namespace,
+        prompt_tokens: int,
         batch: int,
         temperature: float,
         k: int,
     ) -> None:
         self._engine = engine
         self._batch, self._temperature, self._k = batch, temperature, k
-        self._prompt_tokens = args.prompt_tokens
+        self._prompt_tokens = prompt_tokens
         self._vocab_size = engine.info.vocab_size  # once: it takes half a millisecond
         self._firsts = range(0, args.sequences, batch)  # of each batch
         self.tokens_per_s = self.to_end_per_s = self.prefill_too_per_s = 0.0
-        self.step_s = self.acceptance = 0.0
+        self.first_token_s = self.step_s = self.acceptance = 0.0
         self._progress = Progress()
         self._wanted = 0  # tokens of all batches of a line
 
     def decode(self, new_tokens: int) -> None:
         """Decode all to their ends; the clock runs once a batch's prompts are computed."""
         num_tokens = num_full_tokens = num_full_steps = num_drafted = num_accepted = 0
-        spent_s = full_s = whole_s = 0.0
+        spent_s = full_s = whole_s = prompts_s = 0.0
         self._progress = Progress()
         self._wanted = self._engine.stats().generation_tokens
         self._wanted += len(self._firsts) * self._batch * new_tokens
         for first in self._firsts:
-            whole_s -= time.perf_counter()
+            prompts_start_s = time.perf_counter()
             self._start(first, new_tokens)
             before, start_s = self._engine.stats(), time.perf_counter()
+            prompts_s += start_s - prompts_start_s
             num_full_steps += self._step_while_full()
             full_s += time.perf_counter() - start_s
             num_full_tokens += self._engine.stats().generation_tokens - before.generation_tokens
@@ -179,7 +194,7 @@ class Measured:
                 self._engine.step()
                 self._show()
             spent_s += time.perf_counter() - start_s
-            whole_s += time.perf_counter()
+            whole_s += time.perf_counter() - prompts_start_s
             after = self._engine.stats()
             num_tokens += after.generation_tokens - before.generation_tokens
             num_drafted += sum(after.drafted_per_position) - sum(before.drafted_per_position)
@@ -187,6 +202,7 @@ class Measured:
         self.tokens_per_s = num_full_tokens / full_s
         self.to_end_per_s = num_tokens / spent_s
         self.prefill_too_per_s = len(self._firsts) * self._batch * new_tokens / whole_s
+        self.first_token_s = prompts_s / len(self._firsts)
         self.step_s = full_s / num_full_steps
         self.acceptance = num_accepted / max(1, num_drafted)
 
@@ -355,7 +371,10 @@ def main() -> None:
     parser.add_argument("--best-of", type=int, default=8, help="largest k to try; 0: try none")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--sequences", type=int, default=8, help="at least so many a line")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128])
+    parser.add_argument(
+        "--most-tokens", type=int, default=1 << 60, help="of a batch's prompts; leave others out"
+    )
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--tokens-a-step", type=float, help="set acceptance; for random weights")
     parser.add_argument("--at-k", type=int, help="the k that --tokens-a-step is for; every k")
@@ -379,13 +398,14 @@ def main() -> None:
     print(f"ready in {info.load_s:.1f} s, {info.warm_up_s:.1f} s of them to warm up")
     columns = "  ".join(f"{part:>7}" for part in PARTS)
     print(
-        "batch temp   k     tokens/s   to end  prefill too  accepted  step ms  floor ms  |  "
+        "prompt batch temp   k     tokens/s   to end  prefill too  first s  accepted  step ms"
+        "  floor ms  |  "
         f"{columns}  |  idle"
     )
-    for batch in args.batch:
+    for prompt_tokens, batch in lines(args):
         for temperature in args.temperature:
             measure = [
-                Measured(engine, args, batch, temperature, k)
+                Measured(engine, args, prompt_tokens, batch, temperature, k)
                 for k in range(max(*args.k, args.best_of) + 1)
             ]
             for each in measure[1 : args.best_of + 1]:
@@ -404,9 +424,11 @@ def main() -> None:
                 )
                 idle = f"{1 - sum(parts.values()) / step_s:.1%}" if parts else "-"
                 print(
-                    f"{batch:5d} {temperature:4.1f}  {k:2d}{' best' if k in best else '     '}"
+                    f"{prompt_tokens:6d} {batch:5d} {temperature:4.1f}  {k:2d}"
+                    f"{' best' if k in best else '     '}"
                     f" {measure[k].tokens_per_s:8.1f} {measure[k].to_end_per_s:8.1f}"
-                    f"     {measure[k].prefill_too_per_s:8.1f}  {measure[k].acceptance:8.3f}"
+                    f"     {measure[k].prefill_too_per_s:8.1f} {measure[k].first_token_s:8.3f}"
+                    f"  {measure[k].acceptance:8.3f}"
                     f"  {1e3 * step_s:7.2f}  {floor_ms:8.2f}  |  {spent}"
                     f"  |  {idle}",
                     flush=True,
