@@ -41,6 +41,8 @@ def load_config(directory: str | Path, *, trust_remote_code: bool = False) -> Pr
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True
         )
+    for part in (config, config.get_text_config()):
+        part.return_dict = True  # else models return tuples
     _check_expert_counts(json.loads((Path(directory) / "config.json").read_text("utf-8")), config)
     if config.model_type not in TEXT_ALONE:
         return config

@@ -301,6 +301,8 @@ def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
         ("glm4_moe", {"n_group": 0}, "do not form 0 groups"),
         ("gemma2", {"query_pre_attn_scalar": -1}, "multiplies scores by"),
         ("qwen3_next", {"linear_num_key_heads": 0}, "heads of no size, or none"),
+        ("granitemoehybrid", {"mamba_n_groups": None}, "its mamba_n_groups is null"),
+        ("granitemoehybrid", {"num_experts_per_tok": None}, "its num_experts_per_tok is null"),
     ],
 )
 def test_numbers_with_which_nothing_can_be_computed_are_refused(
@@ -314,6 +316,17 @@ def test_numbers_with_which_nothing_can_be_computed_are_refused(
     change_config(path, **changes)
     with pytest.raises(UnsupportedModelError, match=f"{architecture}.*{reason}"):
         load_network(ModelConfig(path=str(path)), DEVICE)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_a_config_may_ask_for_tuples(
+    architecture: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """`return_dict`, which concerns the callers of transformers' own code alone."""
+    path = Path(shutil.copytree(tiny_model(architecture), tmp_path / "model"))
+    change_config(path, return_dict=False)
+    network = load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+    assert isinstance(network, Decoder) == (architecture == "llama")
 
 
 def test_a_config_that_transformers_cannot_compute_with_is_a_value_error(

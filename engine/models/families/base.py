@@ -34,6 +34,8 @@ _ROPE = {
     "truncate", "type",
 }  # fmt: skip
 _KV_HEADS = "num_key_value_heads"  # of which ranks may have copies
+# Counts that transformers' classes let be null.
+_NEVER_NULL = {"mamba_n_groups", "num_experts_per_tok"}
 
 
 class Family(ABC):
@@ -119,7 +121,11 @@ class Family(ABC):
         """What the config says that this family does not implement; None if there is nothing."""
         if layers_differ(config):
             return "its layers differ (per_layer_config)"
-        given = {name for name, value in _declared(config).items() if value not in (None, False)}
+        declared = _declared(config)
+        for name in sorted(_NEVER_NULL & declared.keys()):
+            if declared[name] is None:
+                return f"its {name} is null"
+        given = {name for name, value in declared.items() if value not in (None, False)}
         if unknown := sorted(given - cls.fields - cls.neutral - _NEUTRAL):
             return f"its config has {', '.join(unknown)}"
         if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - cls.layer_types):

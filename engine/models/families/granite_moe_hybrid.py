@@ -40,8 +40,8 @@ class GraniteMoeHybrid(GraniteMoe):
     @classmethod
     def why_unknown(cls, config: PreTrainedConfig) -> str | None:
         heads, groups = config.mamba_n_heads, config.mamba_n_groups
-        reason = Mamba2.why_impossible(heads, groups, config.time_step_limit)
-        return reason or super().why_unknown(config)
+        reason = super().why_unknown(config)
+        return reason or Mamba2.why_impossible(heads, groups, config.time_step_limit)
 
     def rope_of(self, layer: int) -> Rope:
         return self.rope if self.config.position_embedding_type == "rope" else self.no_rope
