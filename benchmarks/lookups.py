@@ -133,8 +133,6 @@ def print_tokens() -> None:
         request = Request(new)
         request.token_ids += answer
         answers.add(request)
-        while answers.is_behind:
-            answers.enter()
     for prompt, answer in kinds["turns"]:
         rates.append(tokens_a_step(prompt[-100:], quoting_again(answer, rng), answers))
     print(f"{'again':12}{np.mean(rates):.3f}")

@@ -43,7 +43,6 @@ def build_proposer(
                 lambda r: Suffixes(fewest, r.memory.cache_salt, answers),
                 slots,
                 keep_answer=answers.add,
-                each_step=answers.enter,
             )
         if pair.head is not None:
             return _head_source(pair.head, pair.target, slots, edits)

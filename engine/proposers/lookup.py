@@ -138,24 +138,20 @@ class Lookup(Source):
         text_of: Callable[[Request], SearchedText | None],
         slots: Slots,
         keep_answer: Callable[[Request], None] = lambda _: None,
-        each_step: Callable[[], None] = lambda: None,
         most_pause: int = MOST_PAUSE,
         *,
         looks_at_once: bool = False,
     ) -> None:
-        """`keep_answer` gets each request that has ended, and `each_step` is called before the
-        lookups of a step. `looks_at_once`: a new sequence does not pause first.
+        """`keep_answer` gets each request that has ended. `looks_at_once`: a new sequence does not
+        pause first.
         """
         self.name = name
-        self._keep_answer, self._each_step = keep_answer, each_step
+        self._keep_answer = keep_answer
         self._text_of = text_of
         self._slots = slots
         self._hits, self._pauses = Hits(), Pauses(most_pause)
         self._looks_at_once = looks_at_once
         self._lines: dict[Request, _Line | None] = {}
-
-    def prepare(self, most: dict[Request, int]) -> None:
-        self._each_step()
 
     def forget(self, request: Request) -> None:
         self._lines.pop(request, None)

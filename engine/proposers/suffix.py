@@ -6,10 +6,9 @@ long the text is.
 """
 
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from functools import cached_property
 from itertools import count
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,9 +18,6 @@ from .lookup import Found
 MOST_ALIKE = 32  # tokens that are compared to see how sure a place is
 MOST_PLACES = 16  # that a lookup compares, the latest first
 ANSWER_MIN_TOKENS = 4  # that must agree with an answer to another request
-ENTERED_TOKENS = 512  # of answers, in a step
-BACKLOG_STEPS = 64  # in which it would enter all that waits, where that is more
-MOST_WAITING = 1 << 18  # tokens of answers that are still to be entered
 MOST_SALTS = 4096  # whose answers are found
 BYTES_PER_TOKEN = 20  # of capacity: 8 of the token, 4 of the place before, 8 of the table
 _MARGIN = MOST_ALIKE + 1  # so that there is something before the first token
@@ -31,7 +27,6 @@ _FACTOR, _SPREAD, _MASK = 1_000_003, 0x9E3779B97F4A7C15, 2**64 - 1
 _SOON = 8  # tokens within which most places differ
 _MANY = 40  # new places that numpy enters faster than a loop
 _LEAST_CAPACITY = 512
-_LEAST_COUNTED = 32  # tokens that an answer counts for, however short it is
 
 
 class Corpus:
@@ -277,17 +272,6 @@ class Suffixes:
         return found
 
 
-class _Waiting(NamedTuple):
-    salt: int
-    token_ids: list[int]
-    num_entered: int
-
-    @property
-    def num_left(self) -> int:
-        """Tokens to be entered, with a break; more, if it would take as long."""
-        return max(_LEAST_COUNTED, len(self.token_ids) + 1 - self.num_entered)
-
-
 class RecentAnswers:
     """The latest answers, in at most so many bytes, which it takes at once.
 
@@ -300,14 +284,11 @@ class RecentAnswers:
         self.corpus = Corpus(ANSWER_MIN_TOKENS, max(1, self._capacity), has_breaks=True)
         self._salts: OrderedDict[str, int] = OrderedDict()  # their numbers, the last used last
         self._numbers = count()
-        self._waiting: dict[int, deque[_Waiting]] = {}  # by salt, that of the next turn first
-        self._begun: _Waiting | None = None  # entered in part
-        self._num_waiting = 0  # tokens
 
     def add(self, request: Request) -> None:
         """Keep the answer to a request that has ended, and the last tokens before it."""
         kept = request.num_output_tokens + min(ANSWER_MIN_TOKENS, request.num_prompt_tokens)
-        if request.num_output_tokens == 0 or kept >= min(self._capacity, MOST_WAITING):
+        if request.num_output_tokens == 0 or kept >= self._capacity:
             return
         salt = request.memory.cache_salt
         if salt not in self._salts:
@@ -315,47 +296,11 @@ class RecentAnswers:
         self._salts.move_to_end(salt)
         if len(self._salts) > MOST_SALTS:
             self._salts.popitem(last=False)
-        # Not its whole prompt: together those of all that waits may be gigabytes.
-        waiting = _Waiting(self._salts[salt], request.token_ids[-kept:], 0)
-        self._waiting.setdefault(waiting.salt, deque()).append(waiting)
-        self._num_waiting += waiting.num_left
-        while self._num_waiting > MOST_WAITING and self._waiting:
-            longest = max(self._waiting, key=lambda each: len(self._waiting[each]))
-            self._num_waiting -= self._take(longest).num_left
-
-    def enter(self) -> None:
-        """Enter some of what waits. Each step does: at once a long answer would delay it.
-
-        Salts take turns, so that whoever sends much keeps no other's answers waiting.
-        """
-        num_left = max(ENTERED_TOKENS, self._num_waiting // BACKLOG_STEPS)
-        while num_left > 0 and self.is_behind:
-            entered = self._begun or self._take(next(iter(self._waiting)))
-            salt, token_ids, first = entered
-            if self.corpus.num_tokens + len(token_ids) - first >= self._capacity:
-                self.corpus.start_over()
-            end = first + num_left
-            self.corpus.extend(token_ids[first:end], salt)
-            self._begun = entered._replace(num_entered=end) if end < len(token_ids) else None
-            if self._begun is None:
-                self.corpus.end_text()
-            num_entered = entered.num_left - (self._begun.num_left if self._begun else 0)
-            self._num_waiting -= num_entered
-            num_left -= num_entered
-        self.corpus.index()
-
-    def _take(self, salt: int) -> _Waiting:
-        """The oldest answer of a salt that waits; the salt's next turn comes after all others'."""
-        answers = self._waiting.pop(salt)
-        taken = answers.popleft()
-        if answers:
-            self._waiting[salt] = answers
-        return taken
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether answers wait to be entered."""
-        return self._begun is not None or bool(self._waiting)
+        if self.corpus.num_tokens + kept >= self._capacity:
+            self.corpus.start_over()
+        self.corpus.extend(request.token_ids[-kept:], self._salts[salt])
+        self.corpus.end_text()
+        self.corpus.index()  # here, and not all that has come at once in the next lookup
 
     def find(self, cache_salt: str, suffix: list[int], num_following: int) -> Found | None:
         salt = self._salts.get(cache_salt)

@@ -15,12 +15,9 @@ from tiny_models import Tiny
 from outrider.engine.api import NewRequest
 from outrider.engine.engine import Engine
 from outrider.engine.proposers.suffix import (
-    BACKLOG_STEPS,
-    ENTERED_TOKENS,
     MOST_ALIKE,
     MOST_PLACES,
     MOST_SALTS,
-    MOST_WAITING,
     Corpus,
     RecentAnswers,
     Suffixes,
@@ -167,8 +164,6 @@ def ended(answer: list[int], salt: str = "") -> Request:
 
 def add(answers: RecentAnswers, answer: list[int], salt: str = "") -> None:
     answers.add(ended(answer, salt))
-    while answers.is_behind:
-        answers.enter()
 
 
 def test_recent_answers_are_found_behind_the_same_tokens() -> None:
@@ -220,7 +215,7 @@ def read_of_answers(
 
 
 def test_answers_are_found_as_by_reading_all_that_there_is_room_for() -> None:
-    """Also where they are written over, and where they are entered in pieces."""
+    """Also where they are written over."""
     rng = random.Random(3)
     num_found = 0
     for num_bytes in (20_000, 60_000, 1 << 20):
@@ -272,90 +267,30 @@ def test_places_that_were_written_over_are_not_compared() -> None:
         assert len(places) == len(set(places))
 
 
-def test_a_step_enters_a_bounded_part_of_answers_however_much_memory_they_have() -> None:
+def test_an_answer_is_entered_as_it_ends_and_nothing_is_made_anew() -> None:
     for num_bytes in (1 << 18, 1 << 24):
         answers = RecentAnswers(num_bytes)
         latest, earlier = answers.corpus._latest, answers.corpus._earlier
         for _ in range(12):
-            answers.add(ended([*range(5000)]))
-        answers.add(ended([*range(6000, 6100)]))
-        num_steps = 0
-        while answers.is_behind:
-            before, num_waiting = answers.corpus._num_indexed, answers._num_waiting
-            answers.enter()
+            before = answers.corpus._num_indexed
+            add(answers, [*range(5000)])
             after = answers.corpus._num_indexed
-            most = max(ENTERED_TOKENS, num_waiting // BACKLOG_STEPS)
-            assert after - (before if after >= before else 0) <= most + 1
+            assert 0 < after - (before if after >= before else 0) <= 5000 + 6
             assert answers.find("", [7001, 7002, 7003, 7004], 4) is None
-            assert answers.corpus._latest is latest  # nothing is made anew
-            assert answers.corpus._earlier is earlier
-            num_steps += 1
-        assert num_steps >= BACKLOG_STEPS
-        assert answers._num_waiting == 0
+        add(answers, [*range(6000, 6100)])
+        assert answers.corpus._latest is latest
+        assert answers.corpus._earlier is earlier
         assert following(Suffixes(2, "", answers), [9, 70, 71, 72, 73], 3) == [74, 75, 76]
         assert following(Suffixes(2, "", answers), [9, 6001, 6002, 6003, 6004], 1) == [6005]
 
 
-def test_answers_that_wait_keep_no_prompts() -> None:
+def test_prompts_are_not_kept_with_their_answers() -> None:
     answers = RecentAnswers(1 << 18)
     request = ended([*range(100)])
     request.token_ids[:0] = [0] * 5000
     request.num_prompt_tokens += 5000
     answers.add(request)
-    [[(_, waits, _)]] = answers._waiting.values()
-    assert waits == request.token_ids[-104:]
-
-
-@pytest.mark.parametrize(("num_seqs", "num_tokens"), [(256, 3), (256, 9), (32, 2)])
-def test_no_answer_is_lost_at_the_rate_of_a_full_engine(num_seqs: int, num_tokens: int) -> None:
-    """Nor does one wait for much longer than it took to be made."""
-    rng = random.Random(0)
-    answers, lengths = RecentAnswers(1 << 24), [rng.randrange(60, 600) for _ in range(num_seqs)]
-    left, num_ended = [rng.randrange(1, length) for length in lengths], 0
-    for _ in range(300):
-        for i in range(num_seqs):
-            left[i] -= num_tokens
-            if left[i] <= 0:
-                answers.add(ended([num_ended + 1] * lengths[i]))
-                left[i], num_ended = lengths[i], num_ended + 1
-        answers.enter()
-        assert answers._num_waiting <= 3 * BACKLOG_STEPS * max(
-            ENTERED_TOKENS, num_seqs * num_tokens
-        )
-    while answers.is_behind:
-        answers.enter()
-    assert {*range(1, num_ended + 1)} <= {*answers.corpus._tokens}
-
-
-def test_whoever_sends_much_loses_its_own_answers_first_and_delays_no_other() -> None:
-    answers = RecentAnswers(1 << 24)
-    answers.add(ended([16, 17, 18, 19, 20, 21], salt="few"))
-    for i in range(5000):
-        answers.add(ended([1000 + i] * 100, salt="many"))
-        assert answers._num_waiting <= MOST_WAITING
-    answers.add(ended([6, 7, 8, 9, 10, 11], salt="few"))
-    answers.enter()
-    for first in (6, 16):
-        found = following(Suffixes(2, "few", answers), [*range(first, first + 4)], 2)
-        assert found == [first + 4, first + 5]
-    while answers.is_behind:
-        answers.enter()
-    for i, is_kept in ((4_999, True), (3_000, True), (100, False)):
-        assert (answers.find("many", [1000 + i] * 4, 1) is not None) == is_kept
-
-
-def test_an_answer_that_is_entered_in_part_ends_where_it_is_known() -> None:
-    answers = RecentAnswers(20 * 1000)
-    for _ in range(3):
-        add(answers, [*range(1000, 1500)], salt="a")  # what lies behind it is another's
-    answers.add(ended([*range(2000, 2700)], salt="b"))
-    answers.enter()
-    assert answers.is_behind
-    end = 2000 + ENTERED_TOKENS - 4
-    last = [*range(end - 10, end - 4)]
-    assert following(Suffixes(2, "b", answers), last, 30) == [last[-1] + i for i in range(1, 5)]
-    answers.enter()
-    assert following(Suffixes(2, "b", answers), last, 30) == [last[-1] + i for i in range(1, 31)]
+    assert answers.corpus.num_tokens == 104 + 1  # the prompt's end, and a break
 
 
 def test_answers_take_no_more_memory_than_they_may() -> None:
