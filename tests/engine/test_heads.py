@@ -166,7 +166,8 @@ def test_of_prompts_the_last_layer_computes_the_rows_that_drafts_start_from(
     """Also of sequences that decode beside them, whichever of their rows that is."""
     monkeypatch.setattr(attention, "_most_decoding", lambda num_seqs, _: num_seqs)
     target, path = save_pair(target, tmp_path / "head", variant, VARIANTS.get(variant, {}))
-    engine = Engine(engine_config(target, path, k=K, max_num_batched_tokens=16))
+    config = engine_config(target, path, k=K, max_num_batched_tokens=16)
+    engine = Engine(replace(config, enforce_eager=True))  # graphs do not call `of_rows`
     checked = check_drafts(engine, Truth(target, path), monkeypatch)
     head = source_of(engine)._head
     of_rows, computed = Block.of_rows, list[tuple[int, int]]()
@@ -298,8 +299,8 @@ def test_a_head_that_fails_once_costs_drafts_alone(
 def test_a_bad_row_of_the_head_is_no_draft(
     target: Path, head: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = head()
-    engine = Engine(engine_config(target, path, k=K))
+    config = engine_config(target, head(), k=K)
+    engine = Engine(replace(config, enforce_eager=True))  # graphs do not call `logits`
     loaded = engine.worker.pair.head
     assert isinstance(loaded, Eagle3Head)
     logits = loaded.logits
@@ -309,6 +310,8 @@ def test_a_bad_row_of_the_head_is_no_draft(
     assert [tokens(o) for o in run(engine, mixed, GREEDY)] == expected
     sampled = SamplingParams(max_tokens=24, seed=1, temperature=0.7)
     assert all(len(tokens(o)) == 24 for o in run(engine, mixed, sampled))
+    assert sum(engine.stats().drafted_per_position) > 0
+    assert not any(engine.stats().accepted_per_position)
 
 
 # With a cache the first answer finds nothing in it, and the others do. test_random_comparison.py

@@ -159,6 +159,7 @@ def test_logits_are_edited_and_scored_in_pieces(
 ) -> None:
     target, draft = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
     config = engine_config(target, draft, k=3, max_num_seqs=6)
+    config = replace(config, enforce_eager=True)  # graphs do not call `take_rows`
     asked = prompts([5, 9, 2, 7, 4, 11], VOCAB)
     edited = replace(GREEDY, frequency_penalty=0.5, logprobs=2)
     params = [edited, GREEDY, edited, replace(edited, logprob_token_ids=(3, 5, 8)), edited, edited]
@@ -191,13 +192,13 @@ def test_logits_are_edited_and_scored_in_pieces(
     for one, other in zip(whole, in_pieces, strict=True):
         assert tokens(one) == tokens(other)
         assert [each.logprobs for each in one] == [each.logprobs for each in other]
-    most = 2 * 4 + engine.worker.slots.max_drafts
-    assert max(num_edited) <= most
+    assert max(num_edited) == 2 * 4
     assert max(num_scored) == 5
     num_edited.clear()
     logits = torch.zeros(64, engine.worker.pair.target.vocab_size, device=DEVICE)
     engine.worker.verifier.rehearse(logits)
-    assert num_edited == [most]
+    # One of them may have drafts that were looked up.
+    assert num_edited == [2 * 4 + engine.worker.slots.max_drafts]
     assert max(num_scored) == 5
 
 
