@@ -90,6 +90,8 @@ class Worker:
         k = config.speculation.k
         others = [] if self.followers is None else [partial(self.followers.shared, report=report)]
         self.pair = ModelPair(config, report, *others)
+        if self.device.type == "cuda":  # before anybody measures what is left
+            gc.collect()  # frees the memory of an engine that was used before
         max_drafts = MAX_DRAFTS if k > 0 else 0  # k is for models; what is looked up costs rows
         self.config = config = seated(self.pair.config, self.pair, self.device, max_drafts)
         longest = longest_in_slots(config, self.pair, self.device)
@@ -254,7 +256,6 @@ class Worker:
 
     def capture(self, report: ReportProgress) -> None:
         """Capture the phases of a step as CUDA graphs."""
-        gc.collect()  # frees the memory of an engine that was used before
         logits = self.pair.target.capture(
             self.slots.max_drawn + 1,
             self._most_rows,

@@ -1,5 +1,6 @@
 """Pages take what weights, graphs and the largest step leave of a GPU, and no more."""
 
+import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from outrider.engine import logit_edits
 from outrider.engine.api import NewRequest, SamplingParams
+from outrider.engine.config import EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.gpu_memory import OutOfDeviceMemoryError, left_bytes
 from outrider.engine.measuring import naming_what_to_lower
 from outrider.engine.models.groups import LayerGroup
 from outrider.engine.plan import Plan
 from outrider.engine.scoring import edited_sequences, scorer, verifier
+from outrider.engine.seats import seated
 from outrider.engine.state import slots
 from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.phase import padded_sizes
@@ -272,15 +275,22 @@ def test_a_cache_that_does_not_fit_is_reported_in_numbers(
         Engine(engine_config(tiny_model("llama", seed=0)))
 
 
+@pytest.fixture
+def share() -> float:
+    """Of the GPU, for one engine: 0.02 beside what others of this process hold."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return 0.02 + torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
-def test_an_engine_keeps_to_its_share_under_full_load(tiny_model: Tiny) -> None:
+def test_an_engine_keeps_to_its_share_under_full_load(tiny_model: Tiny, share: float) -> None:
     config = engine_config(
         tiny_model("llama", seed=0), tiny_model("llama", seed=1), num_pages=None, page_size=4096
     )
-    torch.cuda.empty_cache()
     before_bytes, (_, total_bytes) = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()
-    engine = Engine(replace(config, gpu_memory_utilization=0.02))
+    engine = Engine(replace(config, gpu_memory_utilization=share))
     run(engine, prompts([60] * 40, VOCAB), replace(GREEDY, repetition_penalty=1.2, logprobs=3))
     taken_bytes = torch.cuda.memory_reserved() - before_bytes
     assert 0.01 * total_bytes < taken_bytes <= 0.0205 * total_bytes
@@ -290,13 +300,13 @@ def test_an_engine_keeps_to_its_share_under_full_load(tiny_model: Tiny) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 def test_requests_find_their_kernels_compiled(
-    tiny_model: Tiny, compiled_kernels: list[str]
+    tiny_model: Tiny, share: float, compiled_kernels: list[str]
 ) -> None:
     config = engine_config(
         tiny_model("llama", seed=0), tiny_model("llama", seed=1), num_pages=None, max_num_seqs=40
     )
     scheduling = replace(config.scheduler, max_num_batched_tokens=1024)
-    engine = Engine(replace(config, gpu_memory_utilization=0.02, scheduler=scheduling))
+    engine = Engine(replace(config, gpu_memory_utilization=share, scheduler=scheduling))
     assert compiled_kernels
     compiled_kernels.clear()
     sampled = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, logprobs=3)
@@ -313,3 +323,24 @@ def test_requests_find_their_kernels_compiled(
             lens = [1 + 7 * i % longest for i in range(num_seqs)]
             run(engine, prompts(lens, VOCAB), [asks[i % num_asking] for i in range(num_seqs)])
     assert not compiled_kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+def test_an_engine_that_was_used_before_is_freed_before_memory_is_measured(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config(tiny_model("llama", seed=0), max_num_seqs=2)
+    gc.disable()  # until the engine asks for it
+    try:
+        used = weakref.ref(Engine(config).worker.pair.target)
+        assert used() is not None
+
+        def measured(config: EngineConfig, *args: Any) -> EngineConfig:
+            assert used() is None
+            return seated(config, *args)
+
+        monkeypatch.setattr("outrider.engine.worker.seated", measured)
+        Engine(config)
+    finally:
+        gc.enable()
