@@ -368,33 +368,16 @@ def _few_rows_of_experts_kernel(
     glu = (alpha, limit, shift)
     sizes = (num_rows, num_out, x_stride, num_experts, num_stages)
     gl.warp_specialize(
-        [
-            (_work, (
-                which, pointers, codes, scales, boxes, tiles, exponents, x_stages, x_parts, has,
-                free, glu, sizes, TOP_K, NUM_IN, GATED, SIZE, ROWS, TILES, STAGES, WARPS,
-                DEPENDENT))
+        [  # warpgroups that multiply, and warps that copy
+            (_copy, (
+                pointers, codes, scales, boxes, exponents, x_stages, has, free, sizes, TOP_K,
+                NUM_IN, GATED, SIZE, ROWS, TILES, STAGES, WARPS, DEPENDENT))
+            if which == TILES
+            else (_multiply, (
+                which, pointers, tiles, exponents, x_parts, has, free, glu, sizes, TOP_K, NUM_IN,
+                GATED, SIZE, ROWS, TILES, STAGES, DEPENDENT))
             for which in (0, 1, 2)[: TILES + 1]
         ],
         WARPS,
         REGISTERS,
     )  # fmt: skip
-
-
-@gluon.jit
-def _work(
-    WHICH: gl.constexpr, pointers, codes, scales, boxes, tiles, exponents, x_stages, x_parts, has,
-    free, glu, sizes, TOP_K: gl.constexpr, NUM_IN: gl.constexpr, GATED: gl.constexpr,
-    SIZE: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
-):  # fmt: skip
-    """What a warpgroup does or, behind the last of them, warps that copy."""
-    if WHICH < TILES:
-        _multiply(
-            WHICH, pointers, tiles, exponents, x_parts, has, free, glu, sizes, TOP_K, NUM_IN,
-            GATED, SIZE, ROWS, TILES, STAGES, DEPENDENT,
-        )  # fmt: skip
-    else:
-        _copy(
-            pointers, codes, scales, boxes, exponents, x_stages, has, free, sizes, TOP_K, NUM_IN,
-            GATED, SIZE, ROWS, TILES, STAGES, WARPS, DEPENDENT,
-        )  # fmt: skip

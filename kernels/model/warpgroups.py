@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from .._dispatch import is_hopper
-from ..triton_or_none import HAS_GLUON, gl, gluon, hopper, triton
+from ..triton_or_none import HAS_GLUON, TensorDescriptor, gl, gluon, hopper, triton
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,11 @@ def shared_out(num_tiles: int, num_splits: int, num_sms: int, most: int) -> tupl
     at_once = num_sms * triton.cdiv(num_tiles * num_splits, num_sms * most)
     tiles: int = triton.cdiv(num_tiles * num_splits, at_once)
     return tiles, min(num_tiles, max(triton.cdiv(num_tiles, tiles), at_once // num_splits))
+
+
+def descriptor_of(codes: torch.Tensor, rows: int) -> TensorDescriptor:
+    """For copies of so many rows of codes of 8 bits, 128 a row, as tensor cores take them."""
+    return TensorDescriptor.from_tensor(codes, [rows, 128], gl.NVMMASharedLayout(128, 8))
 
 
 @gluon.jit

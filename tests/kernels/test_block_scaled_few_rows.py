@@ -14,7 +14,7 @@ from torch import Tensor
 from verification import DEVICE
 
 from outrider.kernels.model import block_scaled_few_rows as module
-from outrider.kernels.model import block_scaled_product
+from outrider.kernels.model import block_scaled_product, few_rows_codes
 from outrider.kernels.model import scaled_product as products
 from outrider.kernels.model.block_scaled_few_rows import block_scaled_few_rows
 from outrider.kernels.model.row_codes import RowCodes, round_rows
@@ -103,7 +103,7 @@ def test_any_number_of_multiprocessors_gives_the_same(
     x, matrix = make_rows(10, 1024, torch.float16), make_matrix((1 + gated) * num_out, 1024)
     outs = []
     for num in (4, num_sms):
-        monkeypatch.setattr(module, "num_programs", lambda *_, num=num: num)
+        monkeypatch.setattr(few_rows_codes, "num_programs", lambda *_, num=num: num)
         shape = (num_splits, 10, num_out) if num_splits > 1 else (10, num_out)
         dtype = torch.float32 if num_splits > 1 else torch.float16
         outs.append(out := torch.full(shape, torch.nan, dtype=dtype))
@@ -115,7 +115,7 @@ def test_any_number_of_multiprocessors_gives_the_same(
 def test_programs_that_start_last_have_fewest_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the kernel that makes their rows still runs, they start once it has ended."""
     monkeypatch.setattr(module, KERNEL, Kernel(name=KERNEL))
-    monkeypatch.setattr(module, "num_programs", lambda *_: 3)
+    monkeypatch.setattr(few_rows_codes, "num_programs", lambda *_: 3)
     x, matrix = make_rows(1, 256, torch.bfloat16), make_matrix(256, 256)  # four tiles
     program, num_outs = gluon_interpreter.Program, []
     for which in range(3):
@@ -136,7 +136,8 @@ def test_any_order_of_warps_and_copies_gives_the_same(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_num_stages", lambda *_: 2)
-    monkeypatch.setattr(module, "num_programs", lambda *_: 1)  # whose warpgroups have a tile each
+    # Whose warpgroups have a tile each.
+    monkeypatch.setattr(few_rows_codes, "num_programs", lambda *_: 1)
     x, matrix = make_rows(40, 5120, torch.float16), make_matrix(320, 5120)
     outs = []
     for each in (100, seed):

@@ -15,11 +15,11 @@ from random_tensors import normals
 from torch import Tensor
 from verification import DEVICE
 
+from outrider.kernels.model import few_rows_codes, tiles
 from outrider.kernels.model import row_scaled_few_rows as few_rows
 from outrider.kernels.model import row_scaled_product as module
 from outrider.kernels.model import row_scaled_trial as trial
 from outrider.kernels.model import scaled_product as products
-from outrider.kernels.model import tiles
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 from outrider.kernels.model.row_codes import RowCodes
 from outrider.kernels.model.scaled_product import parts_of, scaled_product
@@ -113,7 +113,7 @@ def test_some_rows_are_multiplied_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "_row_scaled_few_rows_kernel"
-    monkeypatch.setattr(few_rows, "num_programs", lambda device, per_sm: per_sm * num_sms)
+    monkeypatch.setattr(few_rows_codes, "num_programs", lambda device, per_sm: per_sm * num_sms)
     monkeypatch.setattr(few_rows, name, Kernel(None, num_rows, name))
     x, randn = make_rows(num_rows, num_in, torch.bfloat16), normals(1)
     matrix = make_matrix(2 * num_out if gated else num_out, num_in)
@@ -151,7 +151,7 @@ def test_any_order_of_warps_and_copies_of_some_rows_gives_the_same(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "_row_scaled_few_rows_kernel"
-    monkeypatch.setattr(few_rows, "num_programs", lambda device, per_sm: per_sm)
+    monkeypatch.setattr(few_rows_codes, "num_programs", lambda device, per_sm: per_sm)
     x, matrix = make_rows(150, 2560, torch.bfloat16), make_matrix(320, 2560)
     outs = []
     for each in (100, seed):
