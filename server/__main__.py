@@ -11,9 +11,11 @@ UNSUPPORTED = (
 def main() -> None:
     if sys.platform == "win32":
         sys.exit(UNSUPPORTED)
-    # Imported only now: much of what it needs does not exist on Windows.
-    from .cli import app
-
+    try:
+        # Imported only now: much of what it needs does not exist on Windows.
+        from .cli import app
+    except KeyboardInterrupt:  # Ctrl-C while that takes its half a second
+        sys.exit(130)
     app()
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -28,6 +29,7 @@ from typer.testing import CliRunner
 
 from outrider.engine.config import EngineConfig, ModelConfig
 from outrider.engine.processes import child_process
+from outrider.server.__main__ import main
 from outrider.server.cli import app, serving
 from outrider.server.cli.serving import prepare_for_clients
 from outrider.server.config.server_settings import ServerSettings
@@ -195,6 +197,19 @@ raise SystemExit(serving.serve(Settings(server={{"port": 0}})))
     command = [sys.executable, "-P", "-c", program]
     # Its own exit, not the signal's: the first process of a container has no default handlers.
     assert subprocess.run(command, timeout=30, check=False).returncode == 130
+
+
+def test_ctrl_c_while_a_command_loads_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loading(ModuleType):
+        @property
+        def app(self) -> None:
+            raise KeyboardInterrupt
+
+    name = "outrider.server.cli"
+    monkeypatch.setitem(sys.modules, name, Loading(name))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
 
 
 def test_json_logs_of_a_start_are_nothing_but_json() -> None:
