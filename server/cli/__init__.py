@@ -18,16 +18,12 @@ from .serve import EXAMPLES as SERVE_EXAMPLES
 from .serve import serve_command
 
 EXAMPLES = """\
+\b
 Examples:
-
   outrider doctor                 what this machine has, and which pair fits
-
   outrider serve                  the default pair, on any machine
-
   outrider serve Qwen/Qwen3-8B    another model, with its best known draft
-
   outrider chat                   talk to it, and see what was drafted
-
   outrider bench                  how much the drafts gain under load
 """
 
@@ -37,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     cls=PlainGroup,
+    context_settings={"max_content_width": 100},
     epilog=EXAMPLES,
 )
 _SERVING, _MODELS = "Serve and try", "Models and settings"

@@ -17,16 +17,12 @@ from .options import (
 from .setting_flags import DRAFT, with_setting_flags
 
 EXAMPLES = """\
+\b
 Examples:
-
-  outrider serve                                the default pair, on any machine
-
-  outrider serve Qwen/Qwen3-8B                  a hub model, and its best draft
-
+  outrider serve                                the default pair
+  outrider serve Qwen/Qwen3-8B                  a hub model and its best draft
   outrider serve ./my-model --draft ./my-draft  directories, or GGUF files
-
   outrider serve Qwen/Qwen3-8B --no-draft       plain decoding
-
   outrider serve qwen3-8b-eagle3                a bundled config, or PATH.toml
 """
 

@@ -320,7 +320,7 @@ def test_help_shows_every_flag_whole_in_80_columns(monkeypatch: pytest.MonkeyPat
     assert max(map(len, lines)) <= 80
     flags = {part.strip(",") for line in lines for part in line.split() if part.startswith("-")}
     assert flags >= set(flag_names().values())
-    assert "  --config, -c FILE|NAME" in lines
+    assert any(line.startswith("  -c, --config FILE|NAME ") for line in lines)
 
 
 def all_commands() -> list[list[str]]:
@@ -341,8 +341,8 @@ def test_help_of_every_command_has_types_that_people_read(
     assert lines[0] == lines[0].strip()
     assert lines[0].startswith("Usage: ")
     options = [line for line in lines if line.startswith("  -")]
-    assert "  --help" in options
-    assert [line for line in options if "<" in line or line.endswith(" None")] == []
+    assert any(line.split()[0] == "--help" for line in options)
+    assert [line for line in options if "<" in line or " None" in line] == []
 
 
 @pytest.mark.parametrize(
