@@ -41,7 +41,7 @@ class Answer(ABC):
         settings, of_drafts = service.settings, body.speculation.metrics
         self._include_times = settings.request_metrics if body.metrics is None else body.metrics
         self._include_drafts = settings.speculation_metrics if of_drafts is None else of_drafts
-        self._generation: Generation | None = None
+        self._generation: Generation  # once it has started
         self._include_trace = body.speculation.trace
         self._steps: list[TracedStep] = []  # of an answer made of events
         self._num_steps_reported = 0
@@ -63,43 +63,39 @@ class Answer(ABC):
         return num_ids * PROMPT_TOKEN_BYTES
 
     @abstractmethod
-    def _events(self, generation: Generation) -> AsyncIterator[str]:
+    def _events(self) -> AsyncIterator[str]:
         """The answer as server-sent events, including the final one that reports success."""
 
     @abstractmethod
-    async def _whole(self, generation: Generation) -> str | bytes:
+    async def _whole(self) -> str | bytes:
         """The answer as JSON."""
 
     @abstractmethod
     async def _failed(self, error: APIError) -> str:
         """The event that ends a stream after an error."""
 
-    async def _start(self) -> Generation:
+    async def _start(self) -> None:
         service = self._service
         self._generation = await Generation.start(
-            service.client,
-            self._samples,
-            service.metrics,
-            service.settings.request_timeout_s,
+            service.client, self._samples, service.metrics, service.settings.request_timeout_s
         )
-        return self._generation
 
     async def respond(self, http: Request) -> Response:
         """Generate, as a stream or as a whole; stops if the client disconnects."""
-        generation = await self._start()
-        http.scope["state"]["facts"] = lambda: self._facts(generation)
+        await self._start()
+        http.scope["state"]["facts"] = self._facts
+        close = self._generation.aclose
         if self._stream:
-            events = self._events(generation)
             return self._stream_class(
-                events, close=generation.aclose, failed=self._failed, sign=self._sign
+                self._events(), close=close, failed=self._failed, sign=self._sign
             )
         try:
-            whole = await while_connected(http.receive, self._whole(generation))
+            whole = await while_connected(http.receive, self._whole())
         except ClientDisconnect:
             http.scope["state"]["outcome"] = "disconnected"
             return Response(status_code=499)  # the client has gone: nobody reads it
         finally:
-            await generation.aclose()
+            await close()
         return Response(whole, media_type="application/json")
 
     async def _written(self, num_logprobs: int, write: Callable[[*Ts], T], *args: *Ts) -> T:
@@ -133,7 +129,7 @@ class Answer(ABC):
         to report.
         """
         reported: dict[str, Any] = {}
-        times = self._generation.times if self._generation is not None else None
+        times = self._generation.times
         if self._include_times and times is not None:
             reported = {
                 "time_to_first_token_ms": _milliseconds(times.first_token_s),
@@ -173,7 +169,7 @@ class Answer(ABC):
         self._num_steps_reported = len(self._steps)
         return {"trace": [step.model_dump() for step in steps]}
 
-    def _facts(self, generation: Generation) -> dict[str, float]:
+    def _facts(self) -> dict[str, float]:
         """What the access log says about the answer so far."""
         drafts = [sample.acceptance for sample in self._samples]
         facts: dict[str, float] = {
@@ -186,9 +182,9 @@ class Answer(ABC):
             "max_tokens": self._samples[0].request.params.max_tokens,
             "queue_s": round(max(sample.queue_s for sample in self._samples), 6),
         }
-        if (first_token_s := generation.time_to_first_token_s) is not None:
+        if (first_token_s := self._generation.time_to_first_token_s) is not None:
             facts["first_token_s"] = round(first_token_s, 6)
-        if (times := generation.times) is not None and times.token_s is not None:
+        if (times := self._generation.times) is not None and times.token_s is not None:
             facts["token_s"] = round(times.token_s, 6)
         return facts
 

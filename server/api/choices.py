@@ -12,7 +12,7 @@ from ..base.json_text import json_text
 from ..base.streaming import obfuscation, server_sent
 from ..text.message_parser import MessagePart
 from .answer import MIN_LOGPROB, Answer
-from .generation import Delta, Generation, Sample, Token
+from .generation import Delta, Sample, Token
 from .protocol import (
     APIResponse,
     ChoiceFields,
@@ -71,10 +71,10 @@ class ChoicesAnswer(Answer):
         """Choices that a stream begins with, before there is any text."""
         return ()
 
-    async def _events(self, generation: Generation) -> AsyncIterator[str]:
+    async def _events(self) -> AsyncIterator[str]:
         for choice in self._opening():
             yield self._chunk(choice)
-        async for delta in generation:
+        async for delta in self._generation:
             if delta.progress is not None:
                 chunk = self._chunk_of(self._nothing(delta.index))
                 chunk.prompt_progress = delta.progress
@@ -98,14 +98,14 @@ class ChoicesAnswer(Answer):
     async def _failed(self, error: APIError) -> str:
         return server_sent(json_text(error.body()))
 
-    async def _whole(self, generation: Generation) -> bytes:
+    async def _whole(self) -> bytes:
         """The chunks of a stream, joined."""
         last: dict[int, Delta] = {}
         texts: dict[int, list[str]] = {}
         parts: dict[int, list[MessagePart]] = {}
         tokens: dict[int, list[Token]] = {}
         steps: dict[int, list[TraceStep]] = {}
-        async for delta in generation:
+        async for delta in self._generation:
             self._count(delta)
             texts.setdefault(delta.index, []).append(delta.text)
             parts.setdefault(delta.index, []).extend(delta.parts)

@@ -230,18 +230,25 @@ class Generation:
         client: EngineClient,
         outputs: OutputStream,
         samples: Sequence[Sample],
-        clock: "_Clock",
+        metrics: Metrics,
+        *,
+        start_s: float,
         timeout_s: float,
     ) -> None:
+        """`start_s`: when they were submitted, by `time.perf_counter`."""
         self._client = client
         self._outputs = outputs
+        self._samples = {sample.request.request_id: sample for sample in samples}
+        self._metrics = metrics
+        self._start_s = start_s
         self._timeout_s = timeout_s  # 0: no limit
         self._timer: asyncio.TimerHandle | None = None
         self._expiry: asyncio.Task[None] | None = None
         if timeout_s:
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
-        self._samples = {sample.request.request_id: sample for sample in samples}
-        self._clock = clock
+        # By sequence, since the start: its first token, and its last one so far.
+        self._first_s: dict[str, float] = {}
+        self._last_s: dict[str, float] = {}
 
     @classmethod
     async def start(
@@ -252,19 +259,19 @@ class Generation:
         timeout_s: float,
     ) -> "Generation":
         """Submit all samples together; raises what `EngineClient.generate` raises."""
-        clock = _Clock(metrics)
+        start_s = time.perf_counter()
         outputs = await client.generate([sample.request for sample in samples])
-        return cls(client, outputs, samples, clock, timeout_s)
+        return cls(client, outputs, samples, metrics, start_s=start_s, timeout_s=timeout_s)
 
     @property
     def time_to_first_token_s(self) -> float | None:
         """From submission to the first token of any sample."""
-        return min(self._clock.first_s.values(), default=None)
+        return min(self._first_s.values(), default=None)
 
     @property
     def times(self) -> Times | None:
         """Times so far; None before the first token."""
-        first_s, last_s = self._clock.first_s, self._clock.last_s
+        first_s, last_s = self._first_s, self._last_s
         if not first_s:
             return None
         begun = [self._samples[request_id] for request_id in first_s]
@@ -301,7 +308,7 @@ class Generation:
                     raise timed_out(self._timeout_s)
                 if output.finish_reason == "abort":
                     raise unavailable("The server stopped this request.", code="aborted")
-                self._clock.tick(output)
+                self._note_time(output)
                 if output.num_computed_prompt_tokens is not None:
                     yield self._progress(sample, output, output.num_computed_prompt_tokens)
                 delta = sample.take(output, more=self._outputs.has_more_tokens(output.request_id))
@@ -327,7 +334,7 @@ class Generation:
             total=len(sample.request.prompt_token_ids),
             cache=output.num_cached_tokens,
             processed=num_computed,
-            time_ms=max(0, round(1000 * (self._clock.elapsed_s - output.queue_s))),
+            time_ms=max(0, round(1000 * (self._elapsed_s - output.queue_s))),
         )
         return Delta(index=sample.index, cached_tokens=output.num_cached_tokens, progress=progress)
 
@@ -342,34 +349,23 @@ class Generation:
 
     def _end(self, sample: Sample, reason: FinishReason) -> None:
         sample.finished = True
-        self._clock.metrics.sequences_ended.labels(reason).inc()
+        self._metrics.sequences_ended.labels(reason).inc()
 
     def _expire(self) -> None:
         self._expiry = asyncio.create_task(self._client.abort(list(self._samples)))
 
-
-class _Clock:
-    """Measures when tokens arrive."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self.metrics = metrics
-        self._start_s = time.perf_counter()
-        # By sequence, since the start: its first token, and its last one so far.
-        self.first_s: dict[str, float] = {}
-        self.last_s: dict[str, float] = {}
-
     @property
-    def elapsed_s(self) -> float:
+    def _elapsed_s(self) -> float:
         return time.perf_counter() - self._start_s
 
-    def tick(self, output: RequestOutput) -> None:
+    def _note_time(self, output: RequestOutput) -> None:
         if not output.token_ids:
             return
-        now_s = self.elapsed_s
-        last_s = self.last_s.get(output.request_id)
+        now_s = self._elapsed_s
+        last_s = self._last_s.get(output.request_id)
         if last_s is None:
-            self.first_s[output.request_id] = now_s
-            self.metrics.time_to_first_token.observe(now_s)
+            self._first_s[output.request_id] = now_s
+            self._metrics.time_to_first_token.observe(now_s)
         else:
-            self.metrics.inter_token_latency.observe((now_s - last_s) / len(output.token_ids))
-        self.last_s[output.request_id] = now_s
+            self._metrics.inter_token_latency.observe((now_s - last_s) / len(output.token_ids))
+        self._last_s[output.request_id] = now_s

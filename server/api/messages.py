@@ -14,7 +14,7 @@ from ..base.streaming import server_sent
 from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import num_prompt_tokens, prepare_turn
-from .generation import Delta, Generation, Sample
+from .generation import Delta, Sample
 from .growth import AnswerBlock, BlockChange, Growth
 from .messages_protocol import (
     AnthropicAnswer,
@@ -80,9 +80,9 @@ class _MessagesAnswer(Answer):
         self._stop_reason: StopReason | None = None
         self._stop_sequence: str | None = None
 
-    async def _events(self, generation: Generation) -> AsyncIterator[str]:
+    async def _events(self) -> AsyncIterator[str]:
         yield _event("message_start", message=self._message().model_dump(exclude_unset=True))
-        async for delta in generation:
+        async for delta in self._generation:
             self._count(delta)
             if delta.progress is not None:
                 yield _event("ping", prompt_progress=delta.progress.model_dump())
@@ -97,8 +97,8 @@ class _MessagesAnswer(Answer):
         yield _event("message_delta", **last, **self._unreported_trace())
         yield _event("message_stop")
 
-    async def _whole(self, generation: Generation) -> str:
-        async for delta in generation:
+    async def _whole(self) -> str:
+        async for delta in self._generation:
             self._count(delta)
             self._with_trace(delta, self._added(delta))
         message = self._message()

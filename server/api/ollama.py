@@ -24,7 +24,7 @@ from .answer import Answer
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import prepare_turn
 from .completions import prepare_completion
-from .generation import Delta, Generation, Sample
+from .generation import Delta, Sample
 from .growth import BlockChange, Growth
 from .ollama_protocol import (
     FIELDS,
@@ -118,15 +118,15 @@ class _OllamaAnswer(Answer):
         self._growth = Growth()
         self._sign = self._line()
 
-    async def _events(self, generation: Generation) -> AsyncIterator[str]:
-        async for delta in generation:
+    async def _events(self) -> AsyncIterator[str]:
+        async for delta in self._generation:
             for fields in self._added(delta):
                 yield self._line(**fields)
         yield self._line(**self._end())
 
-    async def _whole(self, generation: Generation) -> str:
+    async def _whole(self) -> str:
         whole: dict[str, list[Any]] = defaultdict(list)
-        async for delta in generation:
+        async for delta in self._generation:
             for fields in self._added(delta):
                 for name, value in fields.items():
                     whole[name] += value if name == "tool_calls" else [value]

@@ -26,7 +26,7 @@ from ..text.message_parser import MessagePart, Text
 from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import num_prompt_tokens, prepare_turn
-from .generation import Delta, Generation, Sample, Token
+from .generation import Delta, Sample, Token
 from .namespaces import names_of_calls
 from .response_items import OutputItems
 from .response_store import ResponseStore
@@ -116,6 +116,7 @@ class _ResponsesAnswer(Answer):
         super().__init__(service, chat, samples)
         self._asked = _repeated(body)
         self._keeper = keeper  # None: the response is not kept
+        self.key = None if keeper is None else keeper.key
         self._obfuscates = body.stream_options.include_obfuscation
         self._with_logprobs = body.wants_logprobs
         self._tokens: deque[Token] = deque()  # whose text no part has brought yet
@@ -130,37 +131,55 @@ class _ResponsesAnswer(Answer):
     async def respond(self, http: Request) -> Response:
         if not self._in_background:
             return await super().respond(http)
-        assert self._keeper is not None
-        generation, held = await self._start(), http.state.held.pass_on()
-        running = _Background(self, self._id, self._keeper, generation, held)
+        await self._start()
+        self._task = asyncio.create_task(self._run_in_background(http.state.held.pass_on()))
         await asyncio.sleep(0)  # it begins: a task that has not begun would end without a trace
-        return Response(running.as_json(), media_type="application/json")
+        return Response(self.as_json(), media_type="application/json")
 
-    async def finish_in_background(self, generation: Generation) -> None:
+    async def _run_in_background(self, held: Held) -> None:
+        """Go on without the client, until the response ends or is cancelled."""
+        assert self._keeper is not None
+        running = self._keeper.store.running
+        running[self._id] = self
+        try:
+            await self._finish_in_background()
+        finally:
+            del running[self._id]
+            held.hold(0)
+            await self._generation.aclose()
+
+    async def cancel(self) -> None:
+        """End a response in the background; it is stored then."""
+        if not self._task.cancelling():  # a second time, it could not keep the response
+            self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _finish_in_background(self) -> None:
         """Generate to the end, whatever that is; the response is kept."""
         start_s = time.perf_counter()
         try:
-            await self._whole(generation)
+            await self._whole()
             return
         except asyncio.CancelledError:
-            self._cancel()
+            if self._status in ("queued", "in_progress"):
+                self._cut_off("cancelled")
         except Exception as error:
             self._fail(reason := from_exception(error))
             if reason.status_code == 500 and reason is not error:
                 log.exception("a response in the background failed")
         finally:
-            facts = self._facts(generation)
-            self._service.metrics.observe(facts | {"duration_s": time.perf_counter() - start_s})
+            duration_s = time.perf_counter() - start_s
+            self._service.metrics.observe(self._facts() | {"duration_s": duration_s})
         await self._finish()
 
     def as_json(self) -> str:
         """The response as JSON, as far as it has come."""
         return self._response().to_json()
 
-    async def _events(self, generation: Generation) -> AsyncIterator[str]:
+    async def _events(self) -> AsyncIterator[str]:
         for name in ("created", "in_progress"):
             yield self._whole_event(name, self._response().to_json())
-        async for delta in generation:
+        async for delta in self._generation:
             if delta.progress is not None:
                 progress = {"prompt_progress": delta.progress.model_dump()}
                 yield self._event("response.prompt_progress", progress)
@@ -172,15 +191,10 @@ class _ResponsesAnswer(Answer):
         response = await self._finish()
         yield await self._written(self._num_logprobs, self._whole_event, self._status, response)
 
-    async def _whole(self, generation: Generation) -> str:
-        async for delta in generation:
+    async def _whole(self) -> str:
+        async for delta in self._generation:
             self._with_trace(delta, self._added(delta))
         return await self._finish()
-
-    def _cancel(self) -> None:
-        """End the response, unless it has ended, with what there is of it."""
-        if self._status in ("queued", "in_progress"):
-            self._cut_off("cancelled")
 
     def _cut_off(self, status: ResponseStatus) -> None:
         """What is there of the output stays."""
@@ -215,7 +229,7 @@ class _ResponsesAnswer(Answer):
         json = await self._written(self._num_logprobs, response.to_json)
         if (keeper := self._keeper) is not None:
             kept = response.id, json, response.output
-            keeper.keep(await self._written(self._num_logprobs, keeper.stored, *kept))
+            keeper.store.put(await self._written(self._num_logprobs, keeper.stored, *kept))
         return json
 
     @property
@@ -292,41 +306,6 @@ class _ResponsesAnswer(Answer):
             output_tokens_details=OutputTokensDetails(reasoning_tokens=sum(self._reasoning_tokens)),
             total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
         )
-
-
-class _Background:
-    """A response that goes on without its client, until it ends or is cancelled."""
-
-    def __init__(
-        self,
-        answer: _ResponsesAnswer,
-        response_id: str,
-        keeper: Keeper,
-        generation: Generation,
-        held: Held,
-    ) -> None:
-        self.key = keeper.key
-        self._answer = answer
-        keeper.store.running[response_id] = self
-        self._task = asyncio.create_task(self._run(response_id, keeper.store, generation, held))
-
-    async def _run(
-        self, response_id: str, store: ResponseStore, generation: Generation, held: Held
-    ) -> None:
-        try:
-            await self._answer.finish_in_background(generation)
-        finally:
-            del store.running[response_id]
-            held.hold(0)
-            await generation.aclose()
-
-    def as_json(self) -> str:
-        return self._answer.as_json()
-
-    async def cancel(self) -> None:
-        if not self._task.cancelling():  # a second time, it could not keep the response
-            self._task.cancel()
-        await asyncio.wait([self._task])
 
 
 def _repeated(body: ResponsesRequest) -> dict[str, Any]:

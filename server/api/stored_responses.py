@@ -81,9 +81,6 @@ class Keeper:
             in_background=self._in_background,
         )
 
-    def keep(self, stored: StoredResponse) -> None:
-        self.store.put(stored)
-
 
 def _json_of(items: list[Item]) -> bytes:
     return _ITEMS.dump_json(items, exclude_unset=True, exclude=_NOT_CONTINUED)

@@ -20,7 +20,6 @@ from outrider.server.api.generation import (
     Generation,
     Sample,
     TextOptions,
-    _Clock,
 )
 from outrider.server.api.protocol import APIResponse
 from outrider.server.api.responses_protocol import ResponseObject
@@ -230,7 +229,7 @@ def test_reading_what_has_come_already_gives_others_a_turn(serve: Serve) -> None
         sample = Sample(0, request, served.tokenizer, TextOptions())
         client: Any = served.client
         metrics = Metrics(client, "test")
-        generation = Generation(client, outputs, [sample], _Clock(metrics), 0)
+        generation = Generation(client, outputs, [sample], metrics, start_s=0, timeout_s=0)
         num_turns, loop = 0, asyncio.get_running_loop()
 
         def turn() -> None:
