@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from fastapi import APIRouter
 from starlette.requests import Request
 
 from ..grammar.tool_choice import NamedTool
@@ -24,14 +25,15 @@ from .chat_turn import prepare_turn
 from .choices import BARE, ChoicesAnswer
 from .generation import Delta, Sample, Token
 from .growth import AnswerBlock, Growth
+from .json_route import STREAM
 from .service import Service
 
 
-async def create_chat_completion(
-    service: Service, body: ChatCompletionRequest, http: Request
-) -> Answer:
-    """The answer to a chat completion request; raises APIError."""
-    return _ChatAnswer(service, body, await prepare_turn(service, body, http))
+def add_chat_routes(router: APIRouter, service: Service) -> None:
+    @router.post("/chat/completions", response_model=ChatCompletion, responses=STREAM)
+    async def chat_completions(body: ChatCompletionRequest, http: Request) -> Answer:
+        """Answer a conversation; as a whole, or as server-sent events."""
+        return _ChatAnswer(service, body, await prepare_turn(service, body, http))
 
 
 class _ChatAnswer(ChoicesAnswer):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from fastapi import APIRouter
 from starlette.requests import Request
 
 from outrider.engine.api import TokenLogprobs
@@ -15,6 +16,7 @@ from .answer import MIN_LOGPROB, Answer
 from .asked import Asked
 from .choices import BARE, ChoicesAnswer
 from .generation import Delta, Sample, Token
+from .json_route import STREAM
 from .protocol import (
     Completion,
     CompletionChoice,
@@ -25,15 +27,17 @@ from .service import Service
 from .thinking import ends_in_thought, thinking_budget
 
 
-async def create_completion(service: Service, body: CompletionRequest, http: Request) -> Answer:
-    """The answer to a completion request; raises APIError."""
-    samples = await prepare_completion(service, body, http)
-    prompts = samples[:: body.num_samples]
-    num_tokens = body.echo * sum(len(each.request.prompt_token_ids) for each in prompts)
-    echoed_chars = num_tokens * service.tokenizer.longest_token
-    return await off_loop(
-        echoed_chars, _CompletionAnswer, service, body, samples, threshold=MANY_CHARS
-    )
+def add_completion_routes(router: APIRouter, service: Service) -> None:
+    @router.post("/completions", response_model=Completion, responses=STREAM)
+    async def completions(body: CompletionRequest, http: Request) -> Answer:
+        """Continue a prompt, or several; as a whole, or as server-sent events."""
+        samples = await prepare_completion(service, body, http)
+        prompts = samples[:: body.num_samples]
+        num_tokens = body.echo * sum(len(each.request.prompt_token_ids) for each in prompts)
+        echoed_chars = num_tokens * service.tokenizer.longest_token
+        return await off_loop(
+            echoed_chars, _CompletionAnswer, service, body, samples, threshold=MANY_CHARS
+        )
 
 
 async def prepare_completion(

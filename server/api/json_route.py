@@ -15,7 +15,24 @@ from starlette.requests import ClientDisconnect
 from ..base.errors import APIError, cut
 from ..base.off_loop import off_loop
 from .answer import Answer
-from .protocol import APIResponse
+from .protocol import APIResponse, ErrorResponse
+
+# What the OpenAPI document says about answers other than whole ones.
+Described = dict[int | str, dict[str, Any]]
+STREAM: Described = {
+    200: {
+        "description": "The answer; with `stream`, its chunks as server-sent events.",
+        "content": {"text/event-stream": {}},
+    }
+}
+
+
+def errors_like(model: type[APIResponse]) -> Described:
+    """Errors whose bodies are such models."""
+    return {status: {"model": model, "description": "An error."} for status in ("4XX", "5XX")}
+
+
+ERRORS = errors_like(ErrorResponse)
 
 
 class JSONRoute(APIRoute):
@@ -37,7 +54,7 @@ class JSONRoute(APIRoute):
                 body = await _body(request, kind)
             except ClientDisconnect:
                 return Response(status_code=499)  # nobody reads it
-            answer = await self.endpoint(body=body, request=request)
+            answer = await self.endpoint(body=body, http=request)
             del body
             if isinstance(answer, Answer):
                 request.state.held.keep(answer.kept_bytes, body=answer.keeps_body)

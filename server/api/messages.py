@@ -4,6 +4,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from fastapi import APIRouter
 from starlette.requests import Request
 
 from ..base.errors import APIError
@@ -16,6 +17,7 @@ from .chat_protocol import ChatCompletionRequest
 from .chat_turn import num_prompt_tokens, prepare_turn
 from .generation import Delta, Sample
 from .growth import AnswerBlock, BlockChange, Growth
+from .json_route import STREAM
 from .messages_protocol import (
     AnthropicAnswer,
     CountTokensRequest,
@@ -44,26 +46,26 @@ DELTAS = {
 }
 
 
-async def create_message(service: Service, body: MessagesRequest, http: Request) -> Answer:
-    """The answer to a messages request; raises APIError."""
-    await service.check_fields(body, http)
-    with renamed_fields(FIELDS):
-        chat = await off_loop(json_bytes(http), body.as_chat)
-        if body.thinking.budget_tokens is not None and not can_bound_thinking(service):
-            # Clients cannot ask for thinking without it, whatever the model can do.
-            chat.thinking_token_budget = body.thinking_token_budget
-        samples = await prepare_turn(service, chat, http)
-    return _MessagesAnswer(service, chat, samples)
+def add_message_routes(router: APIRouter, service: Service) -> None:
+    @router.post("", response_model=AnthropicAnswer, responses=STREAM)
+    async def messages(body: MessagesRequest, http: Request) -> Answer:
+        """Answer a conversation as Anthropic's API does; as a whole, or as server-sent events."""
+        await service.check_fields(body, http)
+        with renamed_fields(FIELDS):
+            chat = await off_loop(json_bytes(http), body.as_chat)
+            if body.thinking.budget_tokens is not None and not can_bound_thinking(service):
+                # Clients cannot ask for thinking without it, whatever the model can do.
+                chat.thinking_token_budget = body.thinking_token_budget
+            samples = await prepare_turn(service, chat, http)
+        return _MessagesAnswer(service, chat, samples)
 
-
-async def count_tokens(
-    service: Service, body: CountTokensRequest, http: Request
-) -> CountTokensResponse:
-    """Count the tokens of the prompt that a messages request would make."""
-    await service.check_fields(body, http)
-    with renamed_fields(FIELDS):
-        chat = await off_loop(json_bytes(http), body.as_chat)
-        return CountTokensResponse(input_tokens=await num_prompt_tokens(service, chat))
+    @router.post("/count_tokens")
+    async def tokens(body: CountTokensRequest, http: Request) -> CountTokensResponse:
+        """Count the tokens of a conversation."""
+        await service.check_fields(body, http)
+        with renamed_fields(FIELDS):
+            chat = await off_loop(json_bytes(http), body.as_chat)
+            return CountTokensResponse(input_tokens=await num_prompt_tokens(service, chat))
 
 
 class _MessagesAnswer(Answer):

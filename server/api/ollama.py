@@ -40,41 +40,6 @@ from .translation import renamed_fields
 NS = 1_000_000_000
 
 
-async def create_chat(
-    service: Service, body: OllamaChatRequest, http: Request
-) -> Answer | JSONResponse:
-    """The answer to a conversation; raises APIError."""
-    await _check(service, body, http)
-    if body.only_loads:
-        return _loaded(service, message={"role": "assistant", "content": ""})
-    with renamed_fields(FIELDS):
-        chat = await off_loop(json_bytes(http), _translated, body.as_chat)
-        samples = await prepare_turn(service, chat, http)
-    return _OllamaAnswer(service, chat, samples, is_chat=True)
-
-
-async def create_generation(
-    service: Service, body: OllamaGenerateRequest, http: Request
-) -> Answer | JSONResponse:
-    """The answer to a prompt in the model's chat template or, if `raw` or with a suffix, its
-    continuation; raises APIError.
-    """
-    await _check(service, body, http)
-    if body.only_loads:
-        return _loaded(service, response="")
-    is_raw = body.raw or body.suffix or service.tokenizer.chat_template is None
-    with renamed_fields(FIELDS):
-        asked: ChoiceFields
-        if is_raw:
-            completion = await off_loop(json_bytes(http), _translated, body.as_completion)
-            asked = completion
-            samples = await prepare_completion(service, completion, http)
-        else:
-            asked = chat = await off_loop(json_bytes(http), _translated, body.as_chat)
-            samples = await prepare_turn(service, chat, http)
-    return _OllamaAnswer(service, asked, samples, is_chat=False)
-
-
 async def _check(service: Service, body: Any, http: Request) -> None:
     if body.asked_model:
         service.check_model(body.asked_model)
@@ -194,14 +159,35 @@ def add_ollama_routes(router: APIRouter, service: Service) -> None:
     started = _now()
 
     @router.post("/chat", response_model=None)
-    async def chat(body: OllamaChatRequest, request: Request) -> Answer | Response:
+    async def chat(body: OllamaChatRequest, http: Request) -> Answer | Response:
         """Answer a conversation as Ollama's API does; as lines of JSON, or as a whole."""
-        return await create_chat(service, body, request)
+        await _check(service, body, http)
+        if body.only_loads:
+            return _loaded(service, message={"role": "assistant", "content": ""})
+        with renamed_fields(FIELDS):
+            chat = await off_loop(json_bytes(http), _translated, body.as_chat)
+            samples = await prepare_turn(service, chat, http)
+        return _OllamaAnswer(service, chat, samples, is_chat=True)
 
     @router.post("/generate", response_model=None)
-    async def generate(body: OllamaGenerateRequest, request: Request) -> Answer | Response:
-        """Answer a prompt as Ollama's API does; as lines of JSON, or as a whole."""
-        return await create_generation(service, body, request)
+    async def generate(body: OllamaGenerateRequest, http: Request) -> Answer | Response:
+        """Answer a prompt in the model's chat template or, if `raw` or with a suffix, go on with
+        it, as Ollama's API does; as lines of JSON, or as a whole.
+        """
+        await _check(service, body, http)
+        if body.only_loads:
+            return _loaded(service, response="")
+        is_raw = body.raw or body.suffix or service.tokenizer.chat_template is None
+        with renamed_fields(FIELDS):
+            asked: ChoiceFields
+            if is_raw:
+                completion = await off_loop(json_bytes(http), _translated, body.as_completion)
+                asked = completion
+                samples = await prepare_completion(service, completion, http)
+            else:
+                asked = chat = await off_loop(json_bytes(http), _translated, body.as_chat)
+                samples = await prepare_turn(service, chat, http)
+        return _OllamaAnswer(service, asked, samples, is_chat=False)
 
     @router.get("/tags")
     async def tags() -> dict[str, Any]:
@@ -215,7 +201,7 @@ def add_ollama_routes(router: APIRouter, service: Service) -> None:
         return {"models": [_model(name, started) | extra for name in service.model_names]}
 
     @router.post("/show")
-    async def show(body: OllamaModelRequest, request: Request) -> Response:
+    async def show(body: OllamaModelRequest, http: Request) -> Response:
         """What the model can do, and how long its context is."""
         if body.asked_model:
             service.check_model(body.asked_model)

@@ -170,24 +170,24 @@ class CompletionRequest(ChoiceFields):
         return self.prompt
 
 
-class ErrorBody(BaseModel):
+class APIResponse(BaseModel):
+    """Fields that were never set are left out; a field that was set to None is null."""
+
+    def to_json(self) -> str:
+        return self.model_dump_json(exclude_unset=True)
+
+
+class ErrorBody(APIResponse):
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
     param: str | None
     code: str
 
 
-class ErrorResponse(BaseModel):
+class ErrorResponse(APIResponse):
     """The body of every answer that is not a success."""
 
     error: ErrorBody
-
-
-class APIResponse(BaseModel):
-    """Fields that were never set are left out; a field that was set to None is null."""
-
-    def to_json(self) -> str:
-        return self.model_dump_json(exclude_unset=True)
 
 
 class PromptTokensDetails(APIResponse):

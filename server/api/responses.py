@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,6 +28,7 @@ from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import num_prompt_tokens, prepare_turn
 from .generation import Delta, Sample, Token
+from .json_route import STREAM
 from .namespaces import names_of_calls
 from .response_items import OutputItems
 from .response_store import ResponseStore
@@ -55,36 +57,34 @@ FIELDS = {
 }
 
 
-async def create_response(
-    service: Service, store: ResponseStore, body: ResponsesRequest, http: Request
-) -> Answer:
-    """The answer to a responses request; raises APIError."""
-    await service.check_fields(body, http)
-    _check_background(body, store)
-    body = service.sampling_defaults.fill(body)  # the response reports them
-    json, earlier = await earlier_items(service, store, body, http)
-    with renamed_fields(FIELDS):
-        chat = await off_loop(json_bytes(http), body.as_chat, earlier)
-        samples = await prepare_turn(service, chat, http)
-    keeper = None
-    if body.store and store.keeps:
-        key = request_key(http)
-        keeper = await off_loop(
-            json_bytes(http), Keeper, store, json, body.items, key, body.background
-        )
-    return _ResponsesAnswer(service, body, chat, samples, keeper)
+def add_response_routes(router: APIRouter, service: Service, store: ResponseStore) -> None:
+    @router.post("/responses", response_model=ResponseObject, responses=STREAM)
+    async def responses(body: ResponsesRequest, http: Request) -> Answer:
+        """Answer a conversation with a list of items; as a whole, or as server-sent events."""
+        await service.check_fields(body, http)
+        _check_background(body, store)
+        body = service.sampling_defaults.fill(body)  # the response reports them
+        json, earlier = await earlier_items(service, store, body, http)
+        with renamed_fields(FIELDS):
+            chat = await off_loop(json_bytes(http), body.as_chat, earlier)
+            samples = await prepare_turn(service, chat, http)
+        keeper = None
+        if body.store and store.keeps:
+            key = request_key(http)
+            keeper = await off_loop(
+                json_bytes(http), Keeper, store, json, body.items, key, body.background
+            )
+        return _ResponsesAnswer(service, body, chat, samples, keeper)
 
-
-async def count_input_tokens(
-    service: Service, store: ResponseStore, body: ResponsesRequest, http: Request
-) -> InputTokensCount:
-    """Count the tokens of the prompt that a responses request would make."""
-    await service.check_fields(body, http)
-    _, earlier = await earlier_items(service, store, body, http)
-    with renamed_fields(FIELDS):
-        chat = await off_loop(json_bytes(http), body.as_chat, earlier)
-        count = await num_prompt_tokens(service, chat)
-    return InputTokensCount(object="response.input_tokens", input_tokens=count)
+    @router.post("/responses/input_tokens")
+    async def input_tokens(body: ResponsesRequest, http: Request) -> InputTokensCount:
+        """Count the tokens of a conversation."""
+        await service.check_fields(body, http)
+        _, earlier = await earlier_items(service, store, body, http)
+        with renamed_fields(FIELDS):
+            chat = await off_loop(json_bytes(http), body.as_chat, earlier)
+            count = await num_prompt_tokens(service, chat)
+        return InputTokensCount(object="response.input_tokens", input_tokens=count)
 
 
 def _check_background(body: ResponsesRequest, store: ResponseStore) -> None:

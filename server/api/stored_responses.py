@@ -1,8 +1,9 @@
 """The responses that have been stored: asked for, deleted, and continued by others."""
 
 import uuid
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from fastapi import APIRouter, Query
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -13,7 +14,12 @@ from ..base.off_loop import off_loop
 from ..base.request_key import request_key
 from .input_items import InputItem, Item
 from .response_store import ResponseStore, StoredResponse
-from .responses_protocol import ResponsesRequest
+from .responses_protocol import (
+    DeletedResponse,
+    ResponseItemList,
+    ResponseObject,
+    ResponsesRequest,
+)
 from .service import Service
 
 _ITEMS: TypeAdapter[Any] = TypeAdapter(list[InputItem])
@@ -93,73 +99,70 @@ def _joined(first: bytes, then: bytes) -> bytes:
     return b"%s,%s" % (first[:-1], then[1:])
 
 
-def stored_response(store: ResponseStore, response_id: str, http: Request) -> Response:
-    """The response, also one that is not done yet; raises APIError if there is none, or if it
-    belongs to another key.
-    """
-    if http.query_params.get("stream", "false") != "false":
-        raise unsupported("stream", "Stored responses are not streamed: leave stream out.")
-    running = store.get_running(response_id, request_key(http))
-    shown = _kept(store, response_id, http).response if running is None else running.as_json()
-    return Response(shown, media_type="application/json")
+def add_stored_response_routes(router: APIRouter, store: ResponseStore) -> None:
+    @router.get("/responses/{response_id}", response_model=ResponseObject)
+    async def response(response_id: str, http: Request) -> Response:
+        """A response that was stored, or that is made in the background."""
+        if http.query_params.get("stream", "false") != "false":
+            raise unsupported("stream", "Stored responses are not streamed: leave stream out.")
+        running = store.get_running(response_id, request_key(http))
+        shown = _kept(store, response_id, http).response if running is None else running.as_json()
+        return Response(shown, media_type="application/json")
 
+    @router.get("/responses/{response_id}/input_items", response_model=ResponseItemList)
+    async def input_items(
+        response_id: str,
+        http: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """The items that it was asked with, a page at a time."""
+        items = _kept(store, response_id, http).input_items
+        if order == "desc":
+            items = items[::-1]
+        start = 0
+        if after is not None:
+            start = next((at for at, (name, _) in enumerate(items, 1) if name == after), 0)
+            if not start:
+                raise invalid_value("after", f"The response has no input item {after[:80]!r}.")
+        shown = items[start : start + limit]
+        page: dict[str, Any] = {
+            "first_id": shown[0][0] if shown else None,
+            "last_id": shown[-1][0] if shown else None,
+            "has_more": start + limit < len(items),
+        }
+        data = b",".join(json for _, json in shown)
+        body = b'{"object":"list","data":[%s],%s' % (data, to_json(page)[1:])
+        return Response(body, media_type="application/json")
 
-async def cancel_response(store: ResponseStore, response_id: str, http: Request) -> Response:
-    """End a response in the background; one that has ended already stays as it is. Raises APIError
-    like `stored_response`, and for one that was not made in the background.
-    """
-    if (running := store.get_running(response_id, request_key(http))) is not None:
-        await running.cancel()
-    stored = _kept(store, response_id, http)
-    if not stored.in_background:
-        raise invalid_value(
-            None, "Only a response that was made with background: true can be cancelled."
-        )
-    return Response(stored.response, media_type="application/json")
+    @router.post("/responses/{response_id}/cancel", response_model=ResponseObject)
+    async def cancel(response_id: str, http: Request) -> Response:
+        """End a response that is made in the background."""
+        if (running := store.get_running(response_id, request_key(http))) is not None:
+            await running.cancel()
+        stored = _kept(store, response_id, http)
+        if not stored.in_background:
+            raise invalid_value(
+                None, "Only a response that was made with background: true can be cancelled."
+            )
+        return Response(stored.response, media_type="application/json")
 
-
-def stored_input_items(
-    store: ResponseStore,
-    response_id: str,
-    http: Request,
-    *,
-    limit: int,
-    order: Literal["asc", "desc"],
-    after: str | None,
-) -> Response:
-    """Up to `limit` items of the request, those that follow the item with the id `after`, as they
-    are stored; raises APIError like `stored_response`.
-    """
-    items = _kept(store, response_id, http).input_items
-    if order == "desc":
-        items = items[::-1]
-    start = 0
-    if after is not None:
-        start = next((at for at, (name, _) in enumerate(items, 1) if name == after), 0)
-        if not start:
-            raise invalid_value("after", f"The response has no input item {after[:80]!r}.")
-    shown = items[start : start + limit]
-    page: dict[str, Any] = {
-        "first_id": shown[0][0] if shown else None,
-        "last_id": shown[-1][0] if shown else None,
-        "has_more": start + limit < len(items),
-    }
-    data = b",".join(json for _, json in shown)
-    body = b'{"object":"list","data":[%s],%s' % (data, to_json(page)[1:])
-    return Response(body, media_type="application/json")
-
-
-async def delete_response(store: ResponseStore, response_id: str, http: Request) -> None:
-    """Raises APIError like `stored_response`; one that is not done yet is cancelled."""
-    if (running := store.get_running(response_id, request_key(http))) is not None:
-        await running.cancel()
-    store.delete(_kept(store, response_id, http))
+    @router.delete("/responses/{response_id}")
+    async def delete(response_id: str, http: Request) -> DeletedResponse:
+        if (running := store.get_running(response_id, request_key(http))) is not None:
+            await running.cancel()
+        store.delete(_kept(store, response_id, http))
+        return DeletedResponse(id=response_id, object="response", deleted=True)
 
 
 def _kept(
     store: ResponseStore, response_id: str, http: Request, *, param: str | None = None
 ) -> StoredResponse:
-    """`param`: the field that names the response, if it is not named by the path."""
+    """The response; raises APIError if there is none, it is not done, or it belongs to another key.
+
+    `param`: the field that names it, if the path does not.
+    """
     key = request_key(http)
     if (stored := store.get(response_id, key)) is not None:
         return stored

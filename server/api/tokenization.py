@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Annotated, Any
 
+from fastapi import APIRouter
 from pydantic import Discriminator, Tag
 from starlette.requests import Request
 from starlette.responses import Response
@@ -56,43 +57,52 @@ class DetokenizeResponse(APIResponse):
     prompt: str
 
 
-async def tokenize(service: Service, body: TokenizeRequest, http: Request) -> Response:
-    await service.check_fields(body, http)
-    if isinstance(body, TokenizeChat):
-        tools = list(map(as_function, body.tools))
-        _, tokens = await chat_prompt(service, body, tools, body.chat_template_kwargs)
-        param = "messages"
-    else:
-        param = "prompt"
-        (tokens,) = await service.tokenize(
-            [body.prompt], add_special_tokens=body.add_special_tokens
-        )
-    each_bytes = TOKEN_BYTES if body.return_token_strs else PROMPT_TOKEN_BYTES
-    check_bytes(service.settings.max_answer_bytes, param, len(tokens) * each_bytes)
+def add_tokenizer_routes(router: APIRouter, service: Service) -> None:
+    @router.post("/tokenize", response_model=TokenizeResponse)
+    async def tokens_of_text(body: TokenizeRequest, http: Request) -> Response:
+        """Token ids of a prompt, or of a conversation as the chat template writes it."""
+        await service.check_fields(body, http)
+        if isinstance(body, TokenizeChat):
+            tools = list(map(as_function, body.tools))
+            _, tokens = await chat_prompt(service, body, tools, body.chat_template_kwargs)
+            param = "messages"
+        else:
+            param = "prompt"
+            (tokens,) = await service.tokenize(
+                [body.prompt], add_special_tokens=body.add_special_tokens
+            )
+        each_bytes = TOKEN_BYTES if body.return_token_strs else PROMPT_TOKEN_BYTES
+        check_bytes(service.settings.max_answer_bytes, param, len(tokens) * each_bytes)
 
-    def write() -> bytes:
-        answer = TokenizeResponse(
-            count=len(tokens),
-            max_model_len=service.engine_info.max_model_len,
-            tokens=tokens,
-            token_strs=service.tokenizer.pieces(tokens) if body.return_token_strs else None,
-        )
-        return answer.to_json().encode()
+        def write() -> bytes:
+            answer = TokenizeResponse(
+                count=len(tokens),
+                max_model_len=service.engine_info.max_model_len,
+                tokens=tokens,
+                token_strs=service.tokenizer.pieces(tokens) if body.return_token_strs else None,
+            )
+            return answer.to_json().encode()
 
-    return await _written(len(tokens), write)
+        return await _written(len(tokens), write)
 
+    @router.post("/detokenize", response_model=DetokenizeResponse)
+    async def text_of_tokens(body: DetokenizeRequest, http: Request) -> Response:
+        """The text of token ids."""
+        await service.check_fields(body, http)
+        service.check_token_ids(body.tokens, "tokens")
+        check_bytes(service.settings.max_answer_bytes, "tokens", len(body.tokens) * TOKEN_BYTES)
 
-async def detokenize(service: Service, body: DetokenizeRequest, http: Request) -> Response:
-    """The text of token ids, including special tokens."""
-    await service.check_fields(body, http)
-    service.check_token_ids(body.tokens, "tokens")
-    check_bytes(service.settings.max_answer_bytes, "tokens", len(body.tokens) * TOKEN_BYTES)
+        def write() -> bytes:
+            text = service.tokenizer.decode(body.tokens, skip_special_tokens=False)
+            return DetokenizeResponse(prompt=text).to_json().encode()
 
-    def write() -> bytes:
-        text = service.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return DetokenizeResponse(prompt=text).to_json().encode()
+        return await _written(len(body.tokens), write)
 
-    return await _written(len(body.tokens), write)
+    @router.get("/tokenizer_info")
+    async def info() -> dict[str, Any]:
+        """The tokenizer's special tokens and chat template."""
+        max_model_len = service.engine_info.max_model_len
+        return service.tokenizer.info | {"model_max_length": max_model_len}
 
 
 async def _written(num_tokens: int, write: Callable[[], bytes]) -> Response:
@@ -100,8 +110,3 @@ async def _written(num_tokens: int, write: Callable[[], bytes]) -> Response:
     tokens, and one after the other if there are many.
     """
     return Response(await off_loop(num_tokens, write, threshold=0), media_type="application/json")
-
-
-def tokenizer_info(service: Service) -> dict[str, Any]:
-    """The target's tokenizer, described as in a tokenizer_config.json."""
-    return service.tokenizer.info | {"model_max_length": service.engine_info.max_model_len}

@@ -1,9 +1,8 @@
 """The HTTP application over one engine."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
@@ -13,55 +12,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 from outrider.engine.processes.client import EngineClient
 
-from ..api.answer import Answer
-from ..api.chat import create_chat_completion
-from ..api.chat_protocol import ChatCompletion, ChatCompletionRequest
-from ..api.completions import create_completion
-from ..api.json_route import JSONRoute
-from ..api.messages import count_tokens, create_message
-from ..api.messages_protocol import (
-    AnthropicAnswer,
-    AnthropicError,
-    CountTokensRequest,
-    CountTokensResponse,
-    MessagesRequest,
-)
+from ..api.chat import add_chat_routes
+from ..api.completions import add_completion_routes
+from ..api.json_route import ERRORS, JSONRoute, errors_like
+from ..api.messages import add_message_routes
+from ..api.messages_protocol import AnthropicError
 from ..api.ollama import add_ollama_routes
-from ..api.protocol import (
-    Completion,
-    CompletionRequest,
-    ErrorResponse,
-    Health,
-)
+from ..api.protocol import Health
 from ..api.response_store import ResponseStore
-from ..api.responses import (
-    count_input_tokens,
-    create_response,
-)
-from ..api.responses_protocol import (
-    DeletedResponse,
-    InputTokensCount,
-    ResponseItemList,
-    ResponseObject,
-    ResponsesRequest,
-)
+from ..api.responses import add_response_routes
 from ..api.sampling_defaults import NEUTRAL, SamplingDefaults
 from ..api.service import VERSION, Service
-from ..api.stored_responses import (
-    cancel_response,
-    delete_response,
-    stored_input_items,
-    stored_response,
-)
-from ..api.tokenization import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-    detokenize,
-    tokenize,
-    tokenizer_info,
-)
+from ..api.stored_responses import add_stored_response_routes
+from ..api.tokenization import add_tokenizer_routes
 from ..base import errors
 from ..base.request_key import key_digest
 from ..base.unknown_fields import IGNORED
@@ -92,18 +55,6 @@ from .middleware import (
 from .models import model_routes
 from .stats import add_stats_route
 from .ui import add_ui
-
-# What the OpenAPI document says about answers other than whole ones.
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse, "description": "An error."} for status in ("4XX", "5XX")
-}
-_STREAM: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The answer; with `stream`, its chunks as server-sent events.",
-        "content": {"text/event-stream": {}},
-    }
-}
-
 
 # Origins of web pages that this machine serves to itself.
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
@@ -136,11 +87,22 @@ def create_app(
     errors.install(api)
     unmet.install(api)
     store = ResponseStore(settings.response_store_bytes if settings.api_workers == 1 else 0)
-    openai, anthropic = _openai_routes(service, store), _anthropic_routes(service)
+    openai = APIRouter(route_class=JSONRoute, prefix="/v1", responses=ERRORS)
+    add_completion_routes(openai, service)
+    add_chat_routes(openai, service)
+    add_response_routes(openai, service, store)
+    add_stored_response_routes(openai, store)
+    anthropic = APIRouter(
+        route_class=JSONRoute,
+        prefix=errors.ANTHROPIC_PATH,
+        responses=errors_like(AnthropicError),
+    )
+    add_message_routes(anthropic, service)
     ollama = APIRouter(route_class=JSONRoute, prefix=errors.OLLAMA_PATH, include_in_schema=False)
     add_ollama_routes(ollama, service)
-    tokenizer_routes = _tokenizer_routes(service)
-    models = model_routes(service, _ERRORS)
+    tokenizer_routes = APIRouter(route_class=JSONRoute, responses=ERRORS)
+    add_tokenizer_routes(tokenizer_routes, service)
+    models = model_routes(service, ERRORS)
     api.include_router(openai)
     api.include_router(models, prefix="/v1")
     api.include_router(models, include_in_schema=False)  # for base URLs without /v1
@@ -229,105 +191,8 @@ def _guarded(
     return RootPath(RequestId(app), settings.root_path)
 
 
-def _openai_routes(service: Service, store: ResponseStore) -> APIRouter:
-    router = APIRouter(route_class=JSONRoute, prefix="/v1", responses=_ERRORS)
-
-    @router.post("/completions", response_model=Completion, responses=_STREAM)
-    async def completions(body: CompletionRequest, request: Request) -> Answer:
-        """Continue a prompt, or several; as a whole, or as server-sent events."""
-        return await create_completion(service, body, request)
-
-    @router.post("/chat/completions", response_model=ChatCompletion, responses=_STREAM)
-    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Answer:
-        """Answer a conversation; as a whole, or as server-sent events."""
-        return await create_chat_completion(service, body, request)
-
-    _add_responses_routes(router, service, store)
-    return router
-
-
-def _add_responses_routes(router: APIRouter, service: Service, store: ResponseStore) -> None:
-    @router.post("/responses", response_model=ResponseObject, responses=_STREAM)
-    async def responses(body: ResponsesRequest, request: Request) -> Answer:
-        """Answer a conversation with a list of items; as a whole, or as server-sent events."""
-        return await create_response(service, store, body, request)
-
-    @router.post("/responses/input_tokens")
-    async def input_tokens(body: ResponsesRequest, request: Request) -> InputTokensCount:
-        """Count the tokens of a conversation."""
-        return await count_input_tokens(service, store, body, request)
-
-    @router.get("/responses/{response_id}", response_model=ResponseObject)
-    async def response(response_id: str, request: Request) -> Response:
-        """A response that was stored, or that is made in the background."""
-        return stored_response(store, response_id, request)
-
-    @router.get("/responses/{response_id}/input_items", response_model=ResponseItemList)
-    async def input_items(
-        response_id: str,
-        request: Request,
-        limit: Annotated[int, Query(ge=1, le=100)] = 20,
-        order: Literal["asc", "desc"] = "desc",
-        after: str | None = None,
-    ) -> Response:
-        """The items that it was asked with, a page at a time."""
-        return stored_input_items(
-            store, response_id, request, limit=limit, order=order, after=after
-        )
-
-    @router.post("/responses/{response_id}/cancel", response_model=ResponseObject)
-    async def cancel(response_id: str, request: Request) -> Response:
-        """End a response that is made in the background."""
-        return await cancel_response(store, response_id, request)
-
-    @router.delete("/responses/{response_id}")
-    async def delete(response_id: str, request: Request) -> DeletedResponse:
-        await delete_response(store, response_id, request)
-        return DeletedResponse(id=response_id, object="response", deleted=True)
-
-
-def _anthropic_routes(service: Service) -> APIRouter:
-    responses: dict[int | str, dict[str, Any]] = {
-        status: {"model": AnthropicError, "description": "An error."} for status in ("4XX", "5XX")
-    }
-    router = APIRouter(route_class=JSONRoute, prefix=errors.ANTHROPIC_PATH, responses=responses)
-
-    @router.post("", response_model=AnthropicAnswer, responses=_STREAM)
-    async def messages(body: MessagesRequest, request: Request) -> Answer:
-        """Answer a conversation as Anthropic's API does; as a whole, or as server-sent events."""
-        return await create_message(service, body, request)
-
-    @router.post("/count_tokens")
-    async def tokens(body: CountTokensRequest, request: Request) -> CountTokensResponse:
-        """Count the tokens of a conversation."""
-        return await count_tokens(service, body, request)
-
-    return router
-
-
-def _tokenizer_routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=JSONRoute, responses=_ERRORS)
-
-    @router.post("/tokenize", response_model=TokenizeResponse)
-    async def tokens_of_text(body: TokenizeRequest, request: Request) -> Response:
-        """Token ids of a prompt, or of a conversation as the chat template writes it."""
-        return await tokenize(service, body, request)
-
-    @router.post("/detokenize", response_model=DetokenizeResponse)
-    async def text_of_tokens(body: DetokenizeRequest, request: Request) -> Response:
-        """The text of token ids."""
-        return await detokenize(service, body, request)
-
-    @router.get("/tokenizer_info")
-    async def info() -> dict[str, Any]:
-        """The tokenizer's special tokens and chat template."""
-        return tokenizer_info(service)
-
-    return router
-
-
 def _status_routes(service: Service, gate: Gate, pair: Settings) -> APIRouter:
-    router = APIRouter(responses=_ERRORS)
+    router = APIRouter(responses=ERRORS)
     client = service.client
 
     @router.get("/ready", response_model=Health, responses={503: {"model": Health}})
