@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +25,8 @@ from .signals import be_interrupted_by, run_until_ended
 
 if TYPE_CHECKING:
     from outrider.engine.api import EngineInfo
-    from outrider.engine.processes.process_engine import ProcessEngine
 
+    from ..evaluation.exactness import Exactness
     from ..evaluation.measure import Tallies
     from ..text.tokenizer import Tokenizer
 
@@ -101,7 +100,6 @@ def evaluate_command(
         give_up(f"--plot {plot_file}: the plot is a PNG file; name one that ends in .png", 2)
     if plot_file and importlib.util.find_spec("matplotlib") is None:
         give_up("--plot needs matplotlib: pip install 'outrider[plot]'", 2)
-    from outrider.engine.engine import Engine
     from outrider.engine.processes.process_engine import ProcessEngine
 
     from ..evaluation import exactness, measure, report
@@ -139,31 +137,34 @@ def evaluate_command(
                 wanted.cache, prefix_caching=wanted.cache.prefix_caching and check_exact
             )
             wanted = replace(wanted, cache=cache)
-            temperatures = temperature or [0.0, 0.8]
-            if check_exact:
-                engine = Engine(wanted, display)
-                info = engine.info
-                counted = partial(display, "checking")
-                fit = measure.that_fit(prompts, info.max_model_len)
-                found = exactness.check(engine, fit, temperatures, ks[1:], max_tokens, counted)
-            else:
-                counted = partial(display, "measuring")
-                step_timeout_s = settings.engine.step_timeout_s
-                served = ProcessEngine(wanted, display, step_timeout_s=step_timeout_s)
-                info, tallies = run_until_ended(
-                    _measured(served, prompts, temperatures, ks, max_tokens, counted)
-                )
+            step_timeout_s = settings.engine.step_timeout_s
+            engine = ProcessEngine(wanted, display, step_timeout_s=step_timeout_s)
+            asked = temperature or [0.0, 0.8], ks, max_tokens
+
+            async def evaluated() -> "tuple[EngineInfo, Exactness | Tallies]":
+                try:
+                    info = await engine.start()
+                    fit = measure.that_fit(prompts, info.max_model_len)
+                    if check_exact:
+                        found = exactness.check(engine, fit, *asked, partial(display, "checking"))
+                        return info, await found
+                    counted = partial(display, "measuring")
+                    return info, await measure.measure(engine, fit, *asked, counted)
+                finally:
+                    await engine.stop()
+
+            info, found = run_until_ended(evaluated())
     fit = measure.that_fit(prompts, info.max_model_len)
     if num_left_out := sum(map(len, prompts.values())) - sum(map(len, fit.values())):
         typer.echo(
             f"{num_left_out} prompts were left out: the context holds {info.max_model_len} tokens"
         )
-    if check_exact:
+    if isinstance(found, exactness.Exactness):
         typer.echo(exactness.describe(found, lambda token_id: _text(tokenizer, token_id)))
         raise typer.Exit(1 if found.differences else 0)
     draft = settings.draft.model if pair.draft else None
     title = f"{settings.target.model} + {draft or ', '.join(settings.speculation.proposer)}"
-    report.print_tables(tallies, title, Console())
+    report.print_tables(found, title, Console())
     if json_file:
         description = {
             "target": settings.target.model,
@@ -174,28 +175,9 @@ def evaluate_command(
             "max_tokens": max_tokens,
             "prompts_left_out": num_left_out,
         }
-        json_file.write_text(json.dumps(report.as_json(tallies, description), indent=2) + "\n")
+        json_file.write_text(json.dumps(report.as_json(found, description), indent=2) + "\n")
     if plot_file:
-        report.plot(tallies, title, plot_file)
-
-
-async def _measured(
-    engine: "ProcessEngine",
-    prompts: dict[str, list[list[int]]],
-    temperatures: list[float],
-    ks: list[int | None],
-    max_tokens: int,
-    counted: Callable[[int, int], None],
-) -> "tuple[EngineInfo, Tallies]":
-    """Measure with an engine in a process of its own."""
-    from ..evaluation.measure import measure, that_fit
-
-    try:
-        info = await engine.start()
-        fit = that_fit(prompts, info.max_model_len)
-        return info, await measure(engine, fit, temperatures, ks, max_tokens, counted)
-    finally:
-        await engine.stop()
+        report.plot(found, title, plot_file)
 
 
 def _check_ks(ks: list[int] | None, most: int) -> None:

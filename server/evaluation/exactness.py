@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.engine.api import NewRequest, SamplingParams
-from outrider.engine.engine import Engine
+from outrider.engine.processes.client import EngineClient
+
+from .measure import PLAIN
 
 TOGETHER = "all together"
 _NOT_PROMISED = (
@@ -51,8 +53,8 @@ class Exactness:
     is_promised: bool  # that there are none
 
 
-def check(
-    engine: Engine,
+async def check(
+    engine: EngineClient,
     prompts: dict[str, list[list[int]]],
     temperatures: list[float],
     ks: list[int | None],
@@ -60,8 +62,13 @@ def check(
     report: Callable[[int, int], None],
 ) -> Exactness:
     """Every prompt by plain decoding alone, then with every k (None: the engine's own choice),
-    then all of them at once; `prompts` are token ids by category.
+    then all of them at once; `prompts` are token ids by category. The engine must have started.
+
+    Raises ValueError if the engine gives up on a prompt, and what EngineClient.generate raises.
     """
+    assert engine.info is not None
+    info, ks = engine.info, [k for k in ks if k != PLAIN]
+    answers = partial(_answers, engine, info.max_num_seqs)
     asked = [
         (category, number, ids)
         for category, of_category in prompts.items()
@@ -75,16 +82,16 @@ def check(
         truth = []
         for category, number, ids in asked:
             plain = params(seed=number, num_speculative_tokens=0)
-            truth += _answers(engine, [ids], [plain])
+            truth += await answers([ids], [plain])
             for k in ks:
-                (got,) = _answers(engine, [ids], [replace(plain, num_speculative_tokens=k)])
+                (got,) = await answers([ids], [replace(plain, num_speculative_tokens=k)])
                 way = "own k" if k is None else f"k = {k}"
                 where = (category, number, temperature, way)
                 differences += _difference(where, truth[-1], got)
             done += 1 + len(ks)
             report(done, total)
-        together = _answers(
-            engine, [ids for _, _, ids in asked], [params(seed=number) for _, number, _ in asked]
+        together = await answers(
+            [ids for _, _, ids in asked], [params(seed=number) for _, number, _ in asked]
         )
         for (category, number, _), expected, got in zip(asked, truth, together, strict=True):
             where = (category, number, temperature, TOGETHER)
@@ -92,28 +99,24 @@ def check(
         done += len(asked)
         report(done, total)
     num_compared = total - len(temperatures) * len(asked)
-    return Exactness(num_compared, differences, engine.info.batch_invariant)
+    return Exactness(num_compared, differences, info.batch_invariant)
 
 
-def _answers(
-    engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
+async def _answers(
+    engine: EngineClient, at_once: int, prompts: list[list[int]], params: list[SamplingParams]
 ) -> list[AnswerTokens]:
-    """The answers to requests that are submitted together, as many at a time as there are slots."""
+    """The answers to requests that are submitted together, so many at a time."""
     answers: list[AnswerTokens] = [[] for _ in prompts]
-    num_seats = engine.info.max_num_seqs
-    for first in range(0, len(prompts), num_seats):
-        engine.submit(
-            [
-                NewRequest(request_id=str(i), prompt_token_ids=prompts[i], params=params[i])
-                for i in range(first, min(first + num_seats, len(prompts)))
-            ]
-        )
-        while engine.has_work():
-            for output in engine.step():
-                if output.error is not None:
-                    raise ValueError(f"the engine gave up on a prompt: {output.error}")
-                logprobs = [entry.logprob for entry in output.logprobs or ()]
-                answers[int(output.request_id)] += zip(output.token_ids, logprobs, strict=True)
+    requests = [
+        NewRequest(request_id=str(i), prompt_token_ids=prompt, params=own)
+        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
+    ]
+    for first in range(0, len(requests), at_once):
+        async for output in await engine.generate(requests[first : first + at_once]):
+            if output.error is not None:
+                raise ValueError(f"the engine gave up on a prompt: {output.error}")
+            logprobs = [entry.logprob for entry in output.logprobs or ()]
+            answers[int(output.request_id)] += zip(output.token_ids, logprobs, strict=True)
     return answers
 
 

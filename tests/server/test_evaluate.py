@@ -161,6 +161,7 @@ def arguments_of(target: Path) -> list[str]:
     return ["evaluate", *pair, "--check-exact", "--max-tokens", "8", "--prompts-per-category", "1"]
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_k_is_held_against_that_of_the_chosen_draft(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +229,7 @@ def test_an_exact_pair_is_called_so(target: Path) -> None:
     assert "3 prompts were left out: the context holds 2048 tokens" in result.output
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_one_kind_of_prompts_can_be_chosen(target: Path) -> None:
     chosen = ["--category", "json", "--category", "chat"]
     result = CliRunner().invoke(app, [*arguments_of(target), *chosen])
@@ -236,6 +238,7 @@ def test_one_kind_of_prompts_can_be_chosen(target: Path) -> None:
     assert "left out" not in result.output
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_first_difference_is_shown(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = Verifier.read
 
