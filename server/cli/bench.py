@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..evaluation.remote import DEFAULT_URL, RemoteError, find
-from .errors import check_files, give_up
+from .errors import check_file, give_up
 from .options import ApiKeyOption, ModelOption, UrlArgument, finite
 from .progress import ProgressDisplay
 from .signals import run_until_ended
@@ -63,7 +63,7 @@ def bench_command(
     api_key: ApiKeyOption = None,
 ) -> None:
     """Measure the speed of a running server under load, with drafts and without."""
-    check_files(json_file)
+    check_file(json_file)
     from ..evaluation.load import measure_load  # brings in the engine's part of the package
 
     try:

@@ -24,11 +24,10 @@ def unwritable(file: Path) -> str | None:
     return None if os.access(file if file.exists() else file.parent, os.W_OK) else "Not writable"
 
 
-def check_files(*files: Path | None) -> None:
-    """Give up on files that could not be written in the end, before anything else is done."""
-    for file in files:
-        if file and (why := unwritable(file)):
-            give_up(f"{file}: {why}; name another file", 2)
+def check_file(file: Path | None) -> None:
+    """Give up on a file that could not be written in the end, before anything else is done."""
+    if file and (why := unwritable(file)):
+        give_up(f"{file}: {why}; name another file", 2)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """`outrider evaluate`: what a pair is worth on this machine."""
 
-import importlib.util
 import json
 import signal
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from .errors import check_files, errors_shown, give_up
+from .errors import check_file, errors_shown, give_up
 from .options import (
     ConfigOption,
     DraftOption,
@@ -67,12 +66,6 @@ def evaluate_command(
         Path | None,
         typer.Option("--json", metavar="PATH", help="Write all measurements to this file."),
     ] = None,
-    plot_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot", metavar="PATH", help="Draw a plot to this PNG file; needs the extra `plot`."
-        ),
-    ] = None,
     check_exact: Annotated[
         bool,
         typer.Option(
@@ -93,13 +86,9 @@ def evaluate_command(
             "is 0",
             2,
         )
-    if check_exact and (json_file or plot_file):
-        give_up("--check-exact measures nothing: leave out --json and --plot", 2)
-    check_files(json_file, plot_file)
-    if plot_file and plot_file.suffix != ".png":
-        give_up(f"--plot {plot_file}: the plot is a PNG file; name one that ends in .png", 2)
-    if plot_file and importlib.util.find_spec("matplotlib") is None:
-        give_up("--plot needs matplotlib: pip install 'outrider[plot]'", 2)
+    if check_exact and json_file:
+        give_up("--check-exact measures nothing: leave out --json", 2)
+    check_file(json_file)
     from outrider.engine.processes.process_engine import ProcessEngine
 
     from ..evaluation import exactness, measure, report
@@ -176,8 +165,6 @@ def evaluate_command(
             "prompts_left_out": num_left_out,
         }
         json_file.write_text(json.dumps(report.as_json(found, description), indent=2) + "\n")
-    if plot_file:
-        report.plot(found, title, plot_file)
 
 
 def _check_ks(ks: list[int] | None, most: int) -> None:

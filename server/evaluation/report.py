@@ -1,6 +1,5 @@
-"""Presents tallies to people (tables, a plot) and to programs (JSON)."""
+"""Presents tallies to people (tables) and to programs (JSON)."""
 
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -91,35 +90,3 @@ def print_tables(tallies: Tallies, title: str, console: Console) -> None:
             )
         console.print(speed)
         console.print(drafts)
-
-
-def plot(tallies: Tallies, title: str, path: Path) -> None:
-    """Speed by k and acceptance by position, a line for each category, to a PNG file."""
-    from matplotlib.figure import Figure
-
-    tallies = by_category(tallies)
-    temperatures = list(dict.fromkeys(t for _, t, _ in tallies))
-    figure = Figure(figsize=(10, 3.6 * len(temperatures)), layout="constrained")
-    figure.suptitle(title)
-    axes = figure.subplots(len(temperatures), 2, squeeze=False)
-    for (speed, accepted), temperature in zip(axes, temperatures, strict=True):
-        categories = list(dict.fromkeys(c for c, t, _ in tallies if t == temperature))
-        for category in categories:
-            own = {k: v for (c, t, k), v in tallies.items() if (c, t) == (category, temperature)}
-            fixed = sorted(k for k in own if k is not None)
-            style: dict[str, Any] = (
-                {"color": "black", "linewidth": 2.5} if category == ALL else {"linewidth": 1.2}
-            )
-            ups = [speed_up(tallies, category, temperature, k) for k in fixed]
-            speed.plot(fixed, ups, marker="o", markersize=3, label=category, **style)
-            shares = own[fixed[-1]].acceptance_by_position
-            positions = range(1, len(shares) + 1)
-            accepted.plot(positions, shares, marker="o", markersize=3, label=category, **style)
-        speed.axhline(1, color="grey", linewidth=0.8)
-        speed.set(xlabel="k", ylabel="speed, of plain", title=f"temperature {temperature:g}")
-        accepted.set(xlabel="position", ylabel="accepted up to here", ylim=(0, 1))
-        for axis in (speed, accepted):
-            axis.xaxis.get_major_locator().set_params(integer=True)
-            axis.grid(alpha=0.3)
-        speed.legend(fontsize=8)
-    figure.savefig(path, dpi=120)

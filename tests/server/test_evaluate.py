@@ -277,8 +277,6 @@ def test_a_missing_gpu_is_reported_before_a_model_is_fetched() -> None:
         (["--set", "speculation.proposer=none"], "nothing to evaluate"),
         (["--json", "/nowhere/out.json"], "/nowhere/out.json: No such directory"),
         (["--json", "/"], "/: Is a directory; name another file"),
-        (["--plot", "/tmp"], "/tmp: Is a directory"),
-        (["--plot", "plot.jpeg"], "--plot plot.jpeg: the plot is a PNG file"),
         (["--check-exact", "--json", "out.json"], "measures nothing"),
         (["--category", "poems"], "--category poems: give one of chat, code, summarising"),
     ],
