@@ -48,15 +48,12 @@ def _cache_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | No
     return None if reason else torch.float8_e4m3fn
 
 
-def load_shares(
+def load_target(
     config: EngineConfig, report: ReportProgress = ignore_progress, rank: int = 0
-) -> list[Network]:
-    """What all ranks have a share of: the target, of one rank all of it, and perhaps its draft.
-
-    On each rank, that rank's share.
-    """
+) -> Network:
+    """The share of the target that this rank has: of one rank, all of it."""
     device = torch.device(config.device)
-    target = load_network(
+    return load_network(
         config.target,
         device,
         report,
@@ -65,15 +62,9 @@ def load_shares(
         share=Share(rank, config.target.tensor_parallel),
         max_model_len=config.max_model_len,
     )
-    draft = config.loaded_draft
-    if draft is None or draft.tensor_parallel == 1:
-        return [target]
-    return [target, _load_draft_model(draft, target, report, rank)]
 
 
-def _load_draft_model(
-    draft: ModelConfig, target: Network, report: ReportProgress, rank: int = 0
-) -> Network:
+def _load_draft_model(draft: ModelConfig, target: Network, report: ReportProgress) -> Network:
     if (window := draft.attention_window) is not None:
         raise ConfigError(
             f"draft.attention_window is {window}, but {draft.path} is a model, not a head: leave "
@@ -85,7 +76,6 @@ def _load_draft_model(
         report,
         is_draft=True,
         cache_dtype=target.cache_dtype,
-        share=Share(rank, draft.tensor_parallel),
     )
     network.may_fall_behind = True
     return network
@@ -101,18 +91,17 @@ class ModelPair:
         self,
         config: EngineConfig,
         report: ReportProgress,
-        shared: Callable[[list[Network]], Sequence[Network]] = lambda networks: networks,
+        shared: Callable[[Network], Network] = lambda target: target,
     ) -> None:
-        """`shared` makes of the first rank's shares what runs on all, if there are several.
+        """`shared` makes of the first rank's share what runs on all, if there are several.
 
         An optional draft that cannot be loaded is left out, also of the `config` kept here.
         """
-        self.on_all_ranks = shared(load_shares(config, report))
-        self.target, *drafts = self.on_all_ranks
-        self.draft: Network | None = drafts[0] if drafts else None
+        self.target = shared(load_target(config, report))
+        self.draft: Network | None = None
         self.head: Head | None = None
         draft = config.loaded_draft
-        if draft is not None and self.draft is None:
+        if draft is not None:
             try:
                 self._load_draft(draft, config, report)
             except Exception as error:

@@ -1,5 +1,4 @@
-"""A follower's process: loads its share of the target, and perhaps of the draft, then runs what
-rank 0 sends.
+"""A follower's process: loads its share of the target, then runs what rank 0 sends.
 
 Started by `Followers` as `python -P -m outrider.engine.ranks.follower FD`, with a socket to rank 0
 as that file descriptor, and a line of JSON on its stdin. It logs nothing: what goes wrong is sent
@@ -21,7 +20,7 @@ from ..state.phase import Shape
 from .wire import Op, receive, send
 
 if TYPE_CHECKING:
-    from .own_shares import OwnShares
+    from .own_share import OwnShare
 
 _BEAT_S = 1.0
 
@@ -51,52 +50,52 @@ class FollowerConnection:
 
 def follow(connection: FollowerConnection, settings: dict[str, Any]) -> None:
     """Load, then do what rank 0 says, for ever."""
-    from .own_shares import OwnShares
+    from .own_share import OwnShare
 
-    shares = OwnShares(settings)
-    connection.send(Op.ANSWER, np.array([shares.batch_invariant], dtype=np.int64))
+    share = OwnShare(settings)
+    connection.send(Op.ANSWER, np.array([share.batch_invariant], dtype=np.int64))
     op, _, [keep_bits] = connection.receive()
     assert op == Op.JOIN
-    shares.join(settings["meeting_fd"], keep_bits=bool(keep_bits))
+    share.join(settings["meeting_fd"], keep_bits=bool(keep_bits))
     while True:
-        answer = perform(shares, *connection.receive())
+        answer = perform(share, *connection.receive())
         if answer is not None:
             connection.send(Op.ANSWER, np.array([answer], dtype=np.int64))
 
 
-def perform(shares: "OwnShares", op: Op, shape: Shape, integers_np: np.ndarray) -> int | None:
+def perform(share: "OwnShare", op: Op, shape: Shape, integers_np: np.ndarray) -> int | None:
     match op:
         case Op.RUN:
-            shares.run(shape[0], shape[1:], integers_np)
+            share.run(shape, integers_np)
         case Op.PAGES:
-            shares.slots.write_pages(integers_np.reshape(3, -1))
+            share.slots.write_pages(integers_np.reshape(3, -1))
         case Op.TAP:
-            shares.networks[shape[0]].tap(integers_np.tolist())
+            share.target.tap(integers_np.tolist())
         case Op.COPY_STATES:
-            shares.copy_states(shape[0], integers_np.reshape(-1, 2))
+            share.copy_states(integers_np.reshape(-1, 2))
         case Op.CAPTURE:
-            shares.networks[shape[0]].phase.capture(integers_np, shape[1:])
+            share.target.phase.capture(integers_np, shape)
         case Op.BIND:
-            shares.bind(integers_np.tolist())
+            share.bind(integers_np.tolist())
             return 0  # that it is done
         case Op.COMPILE:
-            shares.compile(*integers_np.tolist())
+            share.compile(*integers_np.tolist())
             return 0
         case Op.HOST:
-            shares.allocate_host(integers_np.tolist())
+            share.allocate_host(integers_np.tolist())
             return 0
         case Op.SAVE:
-            shares.save(shape[0], integers_np.reshape(2, -1))
+            share.save(shape[0], integers_np.reshape(2, -1))
         case Op.LOAD:
-            shares.load(shape[0], integers_np.reshape(2, -1))
+            share.load(shape[0], integers_np.reshape(2, -1))
         case Op.LOADED:
-            shares.host_pages.before_steps()
+            share.host_pages.before_steps()
         case Op.MEASURE:
-            shares.measure()
+            share.measure()
         case Op.MEASURED:
-            shares.measured()
+            share.measured()
         case Op.ROOM:
-            return shares.room()
+            return share.room()
         case _:
             raise ValueError(f"rank 0 sent {op!r}, which a follower does not know")
     return None

@@ -40,8 +40,6 @@ CauseOf = Callable[[Exception], Exception]
 class SharedDecoder(Decoder):
     """One rank's share of a decoder, which rank 0 runs on all ranks at once."""
 
-    has_followers = True
-
     def __init__(
         self,
         decoder: Decoder,

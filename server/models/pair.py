@@ -286,17 +286,19 @@ def resolve_device(device: str) -> str:
 def model_config(
     directory: Path, dtype: str, settings: TargetSettings | DraftSettings
 ) -> ModelConfig:
-    return ModelConfig(
+    config = ModelConfig(
         path=str(directory),
         dtype=dtype,
         quantization=settings.quantization,
         trust_remote_code=settings.trust_remote_code,
-        head_layers=settings.head_layers if isinstance(settings, DraftSettings) else None,
-        attention_window=(
-            settings.attention_window if isinstance(settings, DraftSettings) else None
-        ),
-        is_mtp=isinstance(settings, DraftSettings) and settings.model == MTP,
-        tensor_parallel=settings.tensor_parallel or 1,
+    )
+    if isinstance(settings, TargetSettings):
+        return replace(config, tensor_parallel=settings.tensor_parallel or 1)
+    return replace(
+        config,
+        head_layers=settings.head_layers,
+        attention_window=settings.attention_window,
+        is_mtp=settings.model == MTP,
     )
 
 
