@@ -4,8 +4,9 @@ Some warps of a program load them, and warpgroups compute with them meanwhile: i
 and `few_rows_attention`.
 """
 
+from ..dependent_launch import wait_for_inputs
 from ..triton_or_none import gl, gluon, hopper
-from .attention_items import WIDTH
+from .attention_items import WIDTH, split_of, start_of
 from .fp8 import from_e4m3
 from .softmax_sums import LOG2_E, add
 
@@ -169,6 +170,135 @@ def add_values(rounded, tile, acc, ACC: gl.constexpr):
     """
     left = gl.convert_layout(rounded, gl.DotOperandLayout(0, ACC, 2))
     return hopper.warpgroup_mma(left, tile, acc, is_async=True), left
+
+
+@gluon.jit
+def tiles_of(
+    dtype: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Shared memory of keys, then of values: in parts, as they are copied, and as tiles."""
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    PART: gl.constexpr = min(PAGE, BLOCK)
+    NUM: gl.constexpr = STAGES * (DIM // 64) * (BLOCK // PART)
+    k_parts = gl.allocate_shared_memory(dtype, [NUM, PART, 64], TILE)
+    v_parts = gl.allocate_shared_memory(dtype, [NUM, PART, 64], TILE)
+    tiles = (
+        k_parts._reinterpret(dtype, [STAGES, BLOCK, DIM], TILE),
+        v_parts._reinterpret(dtype, [STAGES, BLOCK, DIM], TILE),
+    )
+    return (k_parts, v_parts), tiles
+
+
+@gluon.jit
+def load_queries(
+    query_tile, query_ptr, query_strides, first_row, num_rows, first_head, m, GROUP: gl.constexpr,
+    DIM: gl.constexpr, LOADED: gl.constexpr, WAITS: gl.constexpr,
+):  # fmt: skip
+    """The rows m of an item, of which each of GROUP heads is one, into shared memory; with WAITS
+    they are not there yet.
+    """
+    stride_t, stride_h = query_strides
+    row = (first_row + m // GROUP).to(gl.int64) * stride_t
+    at = row + (first_head + m % GROUP).to(gl.int64) * stride_h
+    d = gl.arange(0, DIM, gl.SliceLayout(0, LOADED))[None, :]
+    is_row = m < num_rows * GROUP
+    wait_for_inputs(WAITS)
+    query_tile.store(gl.load(query_ptr + at[:, None] + d, mask=is_row[:, None], other=0.0))
+    hopper.fence_async_shared()
+
+
+@gluon.jit
+def sums_of_tokens(
+    block, query_tile, tiles, has, free, tokens, position, positions, unit, factor, window,
+    DTYPE: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    IN_SPLITS: gl.constexpr, LOADED: gl.constexpr,
+):  # fmt: skip
+    """What rows see of an item's tokens: maximum, total and sum of the splits before the last if
+    IN_SPLITS, else of nothing; then those of the last; and the block behind it. One warpgroup.
+
+    The keys of a block are free by themselves if IN_SPLITS, else together with its values.
+    """
+    ROWS: gl.constexpr = query_tile.shape[0]
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    TOTAL: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, SUMS])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    k_tiles, v_tiles = tiles
+    has_keys, has_values = has
+    keys_free, values_free = free
+    begin, end, first = tokens
+    first_position, last_position = positions
+    no_logits = gl.zeros([ROWS, BLOCK], gl.float32, LOGITS)
+    best = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
+    total = gl.zeros([ROWS, SUMS], gl.float32, TOTAL)
+    acc = gl.zeros([ROWS, DIM], gl.float32, ACC)
+    past_best = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    past_total = gl.zeros([ROWS], gl.float32, ROW)
+    past_acc = gl.zeros([ROWS, DIM], gl.float32, ACC)
+    if IN_SPLITS:
+        next_split = start_of(split_of(begin, unit) + 1, unit)
+
+    stage, phase = block % STAGES, block // STAGES & 1
+    mbarrier.wait(has_keys.index(stage), phase)
+    keys = k_tiles.index(stage).permute((1, 0))
+    logits = hopper.warpgroup_mma(query_tile, keys, no_logits, use_acc=False)
+    if IN_SPLITS:
+        mbarrier.arrive(keys_free.index(stage), count=1)
+    weights, best, decay = weights_of(
+        logits, first, position, first_position, last_position, best, factor, window, LOGITS,
+        HAS_WINDOW,
+    )  # fmt: skip
+    rounded = weights.to(DTYPE)
+    for start in range(first + BLOCK, end, BLOCK):
+        # Logits of this block, while the one before is added to the sums.
+        last_stage, last_phase = stage, phase
+        block += 1
+        stage, phase = block % STAGES, block // STAGES & 1
+        total = add_weights(rounded, total, TOTAL)
+        mbarrier.wait(has_keys.index(stage), phase)
+        keys = k_tiles.index(stage).permute((1, 0))
+        logits = hopper.warpgroup_mma(query_tile, keys, no_logits, use_acc=False, is_async=True)
+        mbarrier.wait(has_values.index(last_stage), last_phase)
+        if HAS_WINDOW:
+            without_strangers(v_tiles.index(last_stage), start - BLOCK, begin, end, LOADED)
+        acc, left = add_values(rounded, v_tiles.index(last_stage), acc, ACC)
+        logits = hopper.warpgroup_mma_wait(1, deps=[logits])
+        best_before = best
+        if IN_SPLITS:
+            mbarrier.arrive(keys_free.index(stage), count=1)
+            is_new = start >= next_split
+            best_before = gl.where(is_new, float("-inf"), best)
+        weights, new_best, decay = weights_of(
+            logits, start, position, first_position, last_position, best_before, factor, window,
+            LOGITS, HAS_WINDOW,
+        )  # fmt: skip
+        rounded = weights.to(DTYPE)
+        # A branch, whose outcome is known: else the assembler would move the making of the weights
+        # behind the wait for the sums.
+        mbarrier.wait(has_values.index(last_stage), last_phase)
+        acc, left, rounded = hopper.warpgroup_mma_wait(0, deps=[acc, left, rounded])
+        mbarrier.arrive(values_free.index(last_stage), count=1)
+        if IN_SPLITS:  # noqa: SIM102 the first is a constant
+            if is_new:
+                past_best, past_total, past_acc = add(
+                    past_best, past_total, past_acc, gl.convert_layout(best, ROW),
+                    gl.convert_layout(gl.max(total, 1), ROW), acc,
+                )  # fmt: skip
+                next_split = start_of(split_of(start, unit) + 1, unit)
+        best = new_best  # where a split is new, `decay` is 0
+        acc *= gl.convert_layout(decay, ROW)[:, None]
+        total *= gl.convert_layout(decay, gl.SliceLayout(1, TOTAL))[:, None]
+    mbarrier.wait(has_values.index(stage), phase)
+    last = (end - 1) // BLOCK * BLOCK
+    if not IN_SPLITS:  # there may be no tokens
+        last = gl.maximum(first, last)
+    without_strangers(v_tiles.index(stage), last, begin, end, LOADED)
+    total = add_weights(rounded, total, TOTAL)
+    acc, left = add_values(rounded, v_tiles.index(stage), acc, ACC)
+    acc, left = hopper.warpgroup_mma_wait(0, deps=[acc, left])
+    mbarrier.arrive(values_free.index(stage), count=1)
+    best, total = gl.convert_layout(best, ROW), gl.convert_layout(gl.max(total, 1), ROW)
+    return past_best, past_total, past_acc, best, total, acc, block + 1
 
 
 @gluon.jit

@@ -19,15 +19,13 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import TensorDescriptor, gl, gluon, hopper
 from .attention_blocks import (
     BLOCK,
-    SUMS,
-    add_values,
-    add_weights,
     copy_block,
     item_of,
+    load_queries,
     outputs_of,
+    sums_of_tokens,
+    tiles_of,
     tokens_of,
-    weights_of,
-    without_strangers,
 )
 from .attention_items import FEW_ROWS, WIDTH, AttentionItems, split_of, start_of
 from .attention_parts import merge_parts
@@ -183,18 +181,13 @@ def _attend(
 ):  # fmt: skip
     """The rows of all items. One warpgroup."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    TOTAL: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, SUMS])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    k_tiles, v_tiles = tiles
-    has_keys, has_values = has
     items_ptr, num_items, window = work
-    query_ptr, query_stride_t, query_stride_h, sinks_ptr, scale = rows
+    query_ptr, query_strides, sinks_ptr, scale = rows
     out_ptr, parts_ptr, states_ptr, seen_ptr, num_splits = sums
     dtype: gl.constexpr = query_ptr.dtype.element_ty
-    factor = scale * LOG2_E
-    no_logits = gl.zeros([_ROWS, BLOCK], gl.float32, LOGITS)
     block = 0
     for turn in range((num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
         item = _item_of(turn, num_items)
@@ -208,85 +201,26 @@ def _attend(
             last_position = first_position + num_rows - 1
             if (split >= first_split) & (split <= last_split):
                 m = gl.arange(0, _ROWS, gl.SliceLayout(1, LOADED))
-                row = (first_row + m // GROUP).to(gl.int64) * query_stride_t
-                at = row + (first_head + m % GROUP).to(gl.int64) * query_stride_h
-                d = gl.arange(0, DIM, gl.SliceLayout(0, LOADED))[None, :]
-                is_row = m < num_rows * GROUP
-                wait_for_inputs(DEPENDENT)  # only now: items were listed before the pass
-                query_tile.store(
-                    gl.load(query_ptr + at[:, None] + d, mask=is_row[:, None], other=0.0)
-                )
-                hopper.fence_async_shared()
-
+                load_queries(  # only now it waits: items were listed before the pass
+                    query_tile, query_ptr, query_strides, first_row, num_rows, first_head, m,
+                    GROUP, DIM, LOADED, DEPENDENT,
+                )  # fmt: skip
                 m = gl.arange(0, _ROWS, gl.SliceLayout(1, LOGITS))
                 position = first_position + m // GROUP
-                best = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
-                total = gl.zeros([_ROWS, SUMS], gl.float32, TOTAL)
-                acc = gl.zeros([_ROWS, DIM], gl.float32, ACC)
-
-                first = begin // BLOCK * BLOCK
-                stage, phase = block % STAGES, block // STAGES & 1
-                mbarrier.wait(has_keys.index(stage), phase)
-                keys = k_tiles.index(stage).permute((1, 0))
-                logits = hopper.warpgroup_mma(query_tile, keys, no_logits, use_acc=False)
-                weights, best, decay = weights_of(
-                    logits, first, position, first_position, last_position, best, factor, window,
-                    LOGITS, HAS_WINDOW,
+                tokens = (begin, end, begin // BLOCK * BLOCK)
+                no_best, no_total, no_acc, best, total, acc, block = sums_of_tokens(
+                    block, query_tile, tiles, has, (free, free), tokens, position,
+                    (first_position, last_position), 0, scale * LOG2_E, window, dtype, DIM, STAGES,
+                    HAS_WINDOW, False, LOADED,
                 )  # fmt: skip
-                rounded = weights.to(dtype)
-                for start in range(first + BLOCK, end, BLOCK):
-                    # Logits of this block, while the one before is added to the sums.
-                    last_stage, last_phase = stage, phase
-                    block += 1
-                    stage, phase = block % STAGES, block // STAGES & 1
-                    total = add_weights(rounded, total, TOTAL)
-                    mbarrier.wait(has_keys.index(stage), phase)
-                    keys = k_tiles.index(stage).permute((1, 0))
-                    logits = hopper.warpgroup_mma(
-                        query_tile, keys, no_logits, use_acc=False, is_async=True
-                    )
-                    mbarrier.wait(has_values.index(last_stage), last_phase)
-                    if HAS_WINDOW:
-                        without_strangers(
-                            v_tiles.index(last_stage), start - BLOCK, begin, end, LOADED
-                        )
-                    acc, left = add_values(rounded, v_tiles.index(last_stage), acc, ACC)
-                    logits = hopper.warpgroup_mma_wait(1, deps=[logits])
-                    weights, best, decay = weights_of(
-                        logits, start, position, first_position, last_position, best, factor,
-                        window, LOGITS, HAS_WINDOW,
-                    )  # fmt: skip
-                    rounded = weights.to(dtype)
-                    # A branch, whose outcome is known: else the assembler would move the making of
-                    # the weights behind the wait for the sums.
-                    mbarrier.wait(has_values.index(last_stage), last_phase)
-                    acc, left, rounded = hopper.warpgroup_mma_wait(0, deps=[acc, left, rounded])
-                    mbarrier.arrive(free.index(last_stage), count=1)
-                    acc *= gl.convert_layout(decay, ROW)[:, None]
-                    total *= gl.convert_layout(decay, gl.SliceLayout(1, TOTAL))[:, None]
-                mbarrier.wait(has_values.index(stage), phase)
-                last = gl.maximum(first, (end - 1) // BLOCK * BLOCK)
-                without_strangers(v_tiles.index(stage), last, begin, end, LOADED)
-                total = add_weights(rounded, total, TOTAL)
-                acc, left = add_values(rounded, v_tiles.index(stage), acc, ACC)
-                acc, left = hopper.warpgroup_mma_wait(0, deps=[acc, left])
-                mbarrier.arrive(free.index(stage), count=1)
-                block += 1
-
                 m = gl.arange(0, _ROWS, ROW)
                 row, head = first_row + m // GROUP, first_head + m % GROUP
                 out_row = row.to(gl.int64) * (NUM_KV_HEADS * GROUP) + head
                 is_row = m < num_rows * GROUP
                 d = gl.arange(0, DIM, gl.SliceLayout(0, ACC))[None, :]
-                best = gl.convert_layout(best, ROW)
-                total = gl.convert_layout(gl.max(total, 1), ROW)
                 if first_split == last_split:
-                    # As merging would: with nothing before it.
-                    best, total, acc = add(
-                        gl.full([_ROWS], float("-inf"), gl.float32, ROW),
-                        gl.zeros([_ROWS], gl.float32, ROW), gl.zeros([_ROWS, DIM], gl.float32, ACC),
-                        best, total, acc,
-                    )  # fmt: skip
+                    # As merging would.
+                    best, total, acc = add(no_best, no_total, no_acc, best, total, acc)
                     out = outputs_of(best, total, acc, sinks_ptr, head, is_row, 1.0, ACC, HAS_SINKS)
                     to_ptr = out_ptr + (out_row * DIM)[:, None] + d
                     gl.store(to_ptr, out.to(dtype), mask=is_row[:, None])
@@ -334,22 +268,14 @@ def _few_rows_attention_kernel(
     start_next_kernel(DEPENDENT)
     dtype: gl.constexpr = query_ptr.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    PART: gl.constexpr = min(PAGE, BLOCK)
     num_items = gl.load(num_items_ptr) * NUM_KV_HEADS
     query_tile = gl.allocate_shared_memory(dtype, [_ROWS, DIM], TILE)
-    # A tile is made up of parts, as they are copied.
-    NUM: gl.constexpr = STAGES * (DIM // 64) * (BLOCK // PART)
-    k_parts = gl.allocate_shared_memory(dtype, [NUM, PART, 64], TILE)
-    v_parts = gl.allocate_shared_memory(dtype, [NUM, PART, 64], TILE)
-    tiles = (
-        k_parts._reinterpret(dtype, [STAGES, BLOCK, DIM], TILE),
-        v_parts._reinterpret(dtype, [STAGES, BLOCK, DIM], TILE),
-    )
+    parts, tiles = tiles_of(dtype, DIM, PAGE, STAGES)
     has = (barriers_of(STAGES, 1), barriers_of(STAGES, 1))
     free = barriers_of(STAGES, 1)  # of keys and values both
     hopper.fence_async_shared()
     work = (items_ptr, num_items, window)
-    rows = (query_ptr, query_stride_t, query_stride_h, sinks_ptr, scale)
+    rows = (query_ptr, (query_stride_t, query_stride_h), sinks_ptr, scale)
     sums = (out_ptr, parts_ptr, states_ptr, seen_ptr, num_splits)
     gl.warp_specialize(
         [
@@ -357,8 +283,8 @@ def _few_rows_attention_kernel(
                 rows, sums, work, query_tile, tiles, has, free,
                 NUM_KV_HEADS, GROUP, DIM, STAGES, HAS_WINDOW, HAS_SINKS, DEPENDENT)),
             (_load_blocks, (
-                (k_cache, v_cache), block_table_ptr, block_table_stride, work, (k_parts, v_parts),
-                has, free, NUM_KV_HEADS, DIM, PAGE, STAGES, HAS_WINDOW, DEPENDENT)),
+                (k_cache, v_cache), block_table_ptr, block_table_stride, work, parts, has, free,
+                NUM_KV_HEADS, DIM, PAGE, STAGES, HAS_WINDOW, DEPENDENT)),
         ],
         [1],
         [24],

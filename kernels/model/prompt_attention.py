@@ -19,22 +19,18 @@ from ..triton_or_none import TensorDescriptor, gl, gluon, hopper
 from .attention_blocks import (
     AHEAD,
     BLOCK,
-    SUMS,
-    add_values,
-    add_weights,
     item_of,
     load_blocks,
+    load_queries,
     outputs_of,
+    sums_of_tokens,
+    tiles_of,
     tokens_of,
-    weights_of,
-    without_strangers,
 )
-from .attention_items import FEW_ROWS, PROMPT_ROWS, WIDTH, AttentionItems, split_of, start_of
+from .attention_items import FEW_ROWS, PROMPT_ROWS, WIDTH, AttentionItems
 from .fp8 import as_bytes
 from .softmax_sums import LOG2_E, add
 from .warpgroups import barriers_of, has_warpgroups
-
-mbarrier = hopper.mbarrier
 
 _ROWS = gl.constexpr(PROMPT_ROWS // 2)  # of a warpgroup
 
@@ -149,20 +145,13 @@ def _attend(
     HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """The first or second 64 rows of all items. One warpgroup."""
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    TOTAL: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, SUMS])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    k_tiles, v_tiles = tiles
-    has_keys, has_values = has
-    keys_free, values_free = free
     items_ptr, num_items, window = work
-    out_ptr, query_ptr, sinks_ptr, query_stride_t, query_stride_h, scale, v_scale = rows
+    out_ptr, query_ptr, sinks_ptr, query_strides, scale, v_scale = rows
     dtype: gl.constexpr = query_ptr.dtype.element_ty
-    factor = scale * LOG2_E
     query_tile = queries.index(WHICH)
-    no_logits = gl.zeros([_ROWS, BLOCK], gl.float32, LOGITS)
     block = 0
     for turn in range((num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
         item = item_of(turn)
@@ -171,93 +160,24 @@ def _attend(
             first_head = item % NUM_KV_HEADS * GROUP
             first_row, num_rows = gl.load(item_ptr), gl.load(item_ptr + 1)
             first_position, unit = gl.load(item_ptr + 2), gl.load(item_ptr + 5)
-            begin, end, first = tokens_of(item_ptr, window, HAS_WINDOW)
-
+            tokens = tokens_of(item_ptr, window, HAS_WINDOW)
+            _, end, _ = tokens
             m = WHICH * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LOADED))
-            row = (first_row + m // GROUP).to(gl.int64) * query_stride_t
-            at = row + (first_head + m % GROUP).to(gl.int64) * query_stride_h
-            d = gl.arange(0, DIM, gl.SliceLayout(0, LOADED))[None, :]
-            is_row = m < num_rows * GROUP
-            query_tile.store(gl.load(query_ptr + at[:, None] + d, mask=is_row[:, None], other=0.0))
-            hopper.fence_async_shared()
-
+            load_queries(
+                query_tile, query_ptr, query_strides, first_row, num_rows, first_head, m, GROUP,
+                DIM, LOADED, False,
+            )  # fmt: skip
             m = WHICH * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LOGITS))
             position = first_position + m // GROUP
-            best = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
-            total = gl.zeros([_ROWS, SUMS], gl.float32, TOTAL)
-            acc = gl.zeros([_ROWS, DIM], gl.float32, ACC)
-            # Sums of the splits before the present one.
-            past_best = gl.full([_ROWS], float("-inf"), gl.float32, ROW)
-            past_total = gl.zeros([_ROWS], gl.float32, ROW)
-            past_acc = gl.zeros([_ROWS, DIM], gl.float32, ACC)
-            next_split = start_of(split_of(begin, unit) + 1, unit)
-
-            stage, phase = block % STAGES, block // STAGES & 1
-            mbarrier.wait(has_keys.index(stage), phase)
-            keys = k_tiles.index(stage).permute((1, 0))
-            logits = hopper.warpgroup_mma(query_tile, keys, no_logits, use_acc=False)
-            mbarrier.arrive(keys_free.index(stage), count=1)
-            weights, best, decay = weights_of(
-                logits, first, position, first_position, end - 1, best, factor, window,
-                LOGITS, HAS_WINDOW,
+            past_best, past_total, past_acc, best, total, acc, block = sums_of_tokens(
+                block, query_tile, tiles, has, free, tokens, position, (first_position, end - 1),
+                unit, scale * LOG2_E, window, dtype, DIM, STAGES, HAS_WINDOW, True, LOADED,
             )  # fmt: skip
-            rounded = weights.to(dtype)
-            for start in range(first + BLOCK, end, BLOCK):
-                # Logits of this block, while the one before is added to the sums.
-                last_stage, last_phase = stage, phase
-                block += 1
-                stage, phase = block % STAGES, block // STAGES & 1
-                total = add_weights(rounded, total, TOTAL)
-                mbarrier.wait(has_keys.index(stage), phase)
-                keys = k_tiles.index(stage).permute((1, 0))
-                logits = hopper.warpgroup_mma(
-                    query_tile, keys, no_logits, use_acc=False, is_async=True
-                )
-                mbarrier.wait(has_values.index(last_stage), last_phase)
-                if HAS_WINDOW:
-                    without_strangers(v_tiles.index(last_stage), start - BLOCK, begin, end, LOADED)
-                acc, left = add_values(rounded, v_tiles.index(last_stage), acc, ACC)
-                logits = hopper.warpgroup_mma_wait(1, deps=[logits])
-                mbarrier.arrive(keys_free.index(stage), count=1)
-                is_new = start >= next_split
-                weights, new_best, decay = weights_of(
-                    logits, start, position, first_position, end - 1,
-                    gl.where(is_new, float("-inf"), best), factor, window, LOGITS, HAS_WINDOW,
-                )  # fmt: skip
-                rounded = weights.to(dtype)
-                # A branch, whose outcome is known: else the assembler would move the making of the
-                # weights behind the wait for the sums.
-                mbarrier.wait(has_values.index(last_stage), last_phase)
-                acc, left, rounded = hopper.warpgroup_mma_wait(0, deps=[acc, left, rounded])
-                mbarrier.arrive(values_free.index(last_stage), count=1)
-                if is_new:
-                    past_best, past_total, past_acc = add(
-                        past_best, past_total, past_acc, gl.convert_layout(best, ROW),
-                        gl.convert_layout(gl.max(total, 1), ROW), acc,
-                    )  # fmt: skip
-                    next_split = start_of(split_of(start, unit) + 1, unit)
-                best = new_best  # where a split is new, `decay` is 0
-                acc *= gl.convert_layout(decay, ROW)[:, None]
-                total *= gl.convert_layout(decay, gl.SliceLayout(1, TOTAL))[:, None]
-            mbarrier.wait(has_values.index(stage), phase)
-            last = (end - 1) // BLOCK * BLOCK
-            without_strangers(v_tiles.index(stage), last, begin, end, LOADED)
-            total = add_weights(rounded, total, TOTAL)
-            acc, left = add_values(rounded, v_tiles.index(stage), acc, ACC)
-            acc, left = hopper.warpgroup_mma_wait(0, deps=[acc, left])
-            mbarrier.arrive(values_free.index(stage), count=1)
-            block += 1
-
-            past_best, past_total, acc = add(
-                past_best, past_total, past_acc, gl.convert_layout(best, ROW),
-                gl.convert_layout(gl.max(total, 1), ROW), acc,
-            )  # fmt: skip
-            m = WHICH * _ROWS + gl.arange(0, _ROWS, ROW)
+            best, total, acc = add(past_best, past_total, past_acc, best, total, acc)
+            m = WHICH * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, ACC))
             head = first_head + m % GROUP
             is_row = m < num_rows * GROUP
-            out = outputs_of(
-                past_best, past_total, acc, sinks_ptr, head, is_row, v_scale, ACC, HAS_SINKS
-            )
+            out = outputs_of(best, total, acc, sinks_ptr, head, is_row, v_scale, ACC, HAS_SINKS)
             at = ((first_row + m // GROUP).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head) * DIM
             d = gl.arange(0, DIM, gl.SliceLayout(0, ACC))[None, :]
             gl.store(out_ptr + at[:, None] + d, out.to(dtype), mask=is_row[:, None])
@@ -291,23 +211,15 @@ def _prompt_attention_kernel(
     """Each program strides over the items, all its warps in step."""
     dtype: gl.constexpr = query_ptr.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    PART: gl.constexpr = min(PAGE, BLOCK)
     num_items = gl.load(num_items_ptr) * NUM_KV_HEADS
     queries = gl.allocate_shared_memory(dtype, [2, _ROWS, DIM], TILE)
-    # A tile is made up of parts, as they are copied.
-    NUM: gl.constexpr = STAGES * (DIM // 64) * (BLOCK // PART)
-    k_parts = gl.allocate_shared_memory(dtype, [NUM, PART, 64], TILE)
-    v_parts = gl.allocate_shared_memory(dtype, [NUM, PART, 64], TILE)
-    parts = (k_parts, v_parts)
-    tiles = (
-        k_parts._reinterpret(dtype, [STAGES, BLOCK, DIM], TILE),
-        v_parts._reinterpret(dtype, [STAGES, BLOCK, DIM], TILE),
-    )
+    parts, tiles = tiles_of(dtype, DIM, PAGE, STAGES)
     has = (barriers_of(STAGES, 1), barriers_of(STAGES, 1))
     free = (barriers_of(STAGES, 2), barriers_of(STAGES, 2))  # of both warpgroups
     copied, codes = has, tiles
     if IN_FP8:
         CODES: gl.constexpr = gl.NVMMASharedLayout(min(DIM, 128), 8)
+        PART: gl.constexpr = min(PAGE, BLOCK)
         COUNT: gl.constexpr = AHEAD * (BLOCK // PART)
         k_codes = gl.allocate_shared_memory(gl.uint8, [COUNT, PART, DIM], CODES)
         v_codes = gl.allocate_shared_memory(gl.uint8, [COUNT, PART, DIM], CODES)
@@ -319,7 +231,8 @@ def _prompt_attention_kernel(
         copied = (barriers_of(AHEAD, 1), barriers_of(AHEAD, 1))
     hopper.fence_async_shared()
     work = (items_ptr, num_items, window)
-    rows = (out_ptr, query_ptr, sinks_ptr, query_stride_t, query_stride_h, scale, v_scale)
+    query_strides = (query_stride_t, query_stride_h)
+    rows = (out_ptr, query_ptr, sinks_ptr, query_strides, scale, v_scale)
     gl.warp_specialize(
         [
             (_attend, (

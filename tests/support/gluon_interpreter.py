@@ -48,7 +48,13 @@ from outrider.kernels.model.narrow_matrix import RowFormat
 _MODULES = {
     name: [dict(vars(module)) for module in (*others, warpgroups, own)]
     for name, own, *others in (
-        ("_prompt_attention_kernel", prompt_attention, softmax_sums, attention_blocks),
+        (
+            "_prompt_attention_kernel",
+            prompt_attention,
+            softmax_sums,
+            attention_blocks,
+            dependent_launch,
+        ),
         (
             "_few_rows_attention_kernel",
             few_rows_attention,
