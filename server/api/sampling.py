@@ -11,7 +11,7 @@ from outrider.engine.api import (
 
 from ..base.errors import cut, invalid_value
 from ..text.tokenizer import Tokenizer
-from .protocol import SamplingFields
+from .asked import Asked
 
 _MASK = 2**64 - 1
 
@@ -35,19 +35,12 @@ def request_seed(seed: int | None) -> int:
 
 
 def sampling_params(
-    fields: SamplingFields,
-    *,
-    max_tokens: int,
-    logprobs: int | None,
-    logprob_token_ids: tuple[int, ...] = (),
-    prompt_logprobs: int | None,
-    seed: int,
-    bad_words: tuple[tuple[int, ...], ...],
-    grammar: str | None = None,
+    asked: Asked, *, seed: int, bad_words: tuple[tuple[int, ...], ...]
 ) -> SamplingParams:
-    speculation = fields.speculation
+    """Those of a sample with this seed; `bad_words` are in token ids."""
+    fields, speculation = asked.fields, asked.fields.speculation
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=asked.max_tokens,
         temperature=fields.temperature,
         top_k=min(max(fields.top_k, 0), MAX_TOP_K),  # the most keeps every token, too
         top_p=max(fields.top_p, MIN_TOP_P),
@@ -71,12 +64,14 @@ def sampling_params(
         ),
         stop_token_ids=tuple(fields.stop_token_ids),
         ignore_eos=fields.ignore_eos,
-        logprobs=logprobs,
-        logprob_token_ids=logprob_token_ids,
-        prompt_logprobs=prompt_logprobs,
+        logprobs=asked.logprobs,
+        logprob_token_ids=tuple(fields.logprob_token_ids or ()),
+        prompt_logprobs=max(
+            (num for num in asked.prompt_logprobs if num is not None), default=None
+        ),
         num_speculative_tokens=speculation.num_speculative_tokens if speculation.enabled else 0,
         verification=speculation.verification or ("match" if fields.seed is not None else None),
-        grammar=grammar,
+        grammar=asked.grammar,
     )
 
 

@@ -230,8 +230,9 @@ class Service:
 
     def _samples(self, asked: Asked) -> list[Sample]:
         fields = self.sampling_defaults.fill(asked.fields)
-        self._check_asked(fields, asked)
-        params, options = self._params(fields, asked), self._text_options(fields, asked)
+        asked = replace(asked, fields=fields)
+        self._check_asked(asked)
+        params, options = self._params(asked), self._text_options(asked)
         unique, named = uuid.uuid4().hex, fields.speculation.sources
         sources = None if named is None else tuple(ALSO_CALLED.get(name, name) for name in named)
         return [
@@ -255,12 +256,12 @@ class Service:
             for index in range(len(asked.prompts) * fields.num_samples)
         ]
 
-    def _params(self, fields: ChoiceFields, asked: Asked) -> list[SamplingParams]:
+    def _params(self, asked: Asked) -> list[SamplingParams]:
         """Those of `num_samples` samples: of any prompt, or with budgets of thoughts of one prompt
         after the other. Raises APIError if the request may need more memory than one has.
         """
-        seed = request_seed(fields.seed)
-        bad_words = bad_word_ids(fields.bad_words, self.tokenizer)
+        seed = request_seed(asked.fields.seed)
+        bad_words = bad_word_ids(asked.fields.bad_words, self.tokenizer)
         check_answer_size(
             self.settings.max_answer_bytes,
             asked,
@@ -268,25 +269,15 @@ class Service:
             max_drafts=self.engine_info.max_drafts,
         )
         params = [
-            sampling_params(
-                fields,
-                max_tokens=asked.max_tokens,
-                logprobs=asked.logprobs,
-                logprob_token_ids=tuple(fields.logprob_token_ids or ()),
-                prompt_logprobs=max(
-                    (num for num in asked.prompt_logprobs if num is not None), default=None
-                ),
-                seed=sample_seed(seed, i),
-                bad_words=bad_words,
-                grammar=asked.grammar,
-            )
-            for i in range(fields.num_samples)
+            sampling_params(asked, seed=sample_seed(seed, i), bad_words=bad_words)
+            for i in range(asked.fields.num_samples)
         ]
         if any(asked.thinking):
             params = [replace(p, thinking=budget) for budget in asked.thinking for p in params]
         return params
 
-    def _text_options(self, fields: ChoiceFields, asked: Asked) -> TextOptions:
+    def _text_options(self, asked: Asked) -> TextOptions:
+        fields = asked.fields
         return TextOptions(
             stop=fields.stop_strings,
             include_stop=fields.include_stop_str_in_output,
@@ -299,7 +290,8 @@ class Service:
             ),
         )
 
-    def _check_asked(self, fields: ChoiceFields, asked: Asked) -> None:
+    def _check_asked(self, asked: Asked) -> None:
+        fields = asked.fields
         for prompt in asked.prompts:
             self._check_prompt(prompt, param=asked.param, max_tokens=asked.max_tokens)
         self.check_token_ids(fields.stop_token_ids, "stop_token_ids")

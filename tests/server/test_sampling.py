@@ -4,6 +4,7 @@ import pytest
 from tokenizers_for_tests import byte_fallback_tokenizer
 
 from outrider.engine.api import MAX_REPETITION_PENALTY, ProcessorChoice, SamplingParams
+from outrider.server.api.asked import Asked
 from outrider.server.api.protocol import CompletionRequest
 from outrider.server.api.sampling import bad_word_ids, request_seed, sample_seed, sampling_params
 from outrider.server.text.tokenizer import Tokenizer
@@ -11,9 +12,16 @@ from outrider.server.text.tokenizer import Tokenizer
 
 def params_of(**fields: object) -> SamplingParams:
     request = CompletionRequest.model_validate({"prompt": "x"} | fields)
-    return sampling_params(
-        request, max_tokens=1, logprobs=None, prompt_logprobs=None, seed=0, bad_words=()
+    asked = Asked(
+        fields=request,
+        prompts=[[1]],
+        param="prompt",
+        max_tokens=1,
+        logprobs=None,
+        prompt_logprobs=(),
+        salt="",
     )
+    return sampling_params(asked, seed=0, bad_words=())
 
 
 def test_temperature_too_small_to_divide_by_is_greedy() -> None:
