@@ -10,11 +10,10 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..base.errors import APIError, invalid_value
+from ..base.errors import APIError
 from ..base.held import json_bytes
 from ..base.json_text import json_text
 from ..base.off_loop import off_loop
@@ -50,15 +49,6 @@ def _loaded(service: Service, **empty: Any) -> JSONResponse:
     """To a request that only asks that the model is in memory, which it always is."""
     line = {"model": service.model_name, "created_at": _now()} | empty
     return JSONResponse(line | {"done": True, "done_reason": "load"})
-
-
-def _translated(translate: Any) -> Any:
-    try:
-        return translate()
-    except ValidationError:
-        raise
-    except ValueError as error:
-        raise invalid_value("messages", str(error)) from None
 
 
 class _LineStream(EventStream):
@@ -165,7 +155,7 @@ def add_ollama_routes(router: APIRouter, service: Service) -> None:
         if body.only_loads:
             return _loaded(service, message={"role": "assistant", "content": ""})
         with renamed_fields(FIELDS):
-            chat = await off_loop(json_bytes(http), _translated, body.as_chat)
+            chat = await off_loop(json_bytes(http), body.as_chat)
             samples = await prepare_turn(service, chat, http)
         return _OllamaAnswer(service, chat, samples, is_chat=True)
 
@@ -181,11 +171,11 @@ def add_ollama_routes(router: APIRouter, service: Service) -> None:
         with renamed_fields(FIELDS):
             asked: ChoiceFields
             if is_raw:
-                completion = await off_loop(json_bytes(http), _translated, body.as_completion)
+                completion = await off_loop(json_bytes(http), body.as_completion)
                 asked = completion
                 samples = await prepare_completion(service, completion, http)
             else:
-                asked = chat = await off_loop(json_bytes(http), _translated, body.as_chat)
+                asked = chat = await off_loop(json_bytes(http), body.as_chat)
                 samples = await prepare_turn(service, chat, http)
         return _OllamaAnswer(service, asked, samples, is_chat=False)
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, FailFast, Field, Tag
 
-from ..base.errors import unsupported
+from ..base.errors import invalid_value, unsupported
 from ..base.fields import MAX_TOOLS
 from ..base.unknown_fields import IGNORED, Body
 from .chat_protocol import ChatCompletionRequest
@@ -161,7 +161,7 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     """A message as chats have it: calls have arguments as text, and results name their call."""
     message = dict(given)
     if message.pop("images", None):
-        raise ValueError("images are not supported by this server: leave them out")
+        raise invalid_value("messages", "images are not supported by this server: leave them out")
     if thinking := message.pop("thinking", None):
         message["reasoning_content"] = thinking
     if isinstance(calls := message.get("tool_calls"), list):
