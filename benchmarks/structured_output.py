@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from outrider.engine.api import NewRequest, SamplingParams, ignore_progress
 from outrider.engine.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     target = obtain(BUILTINS["smollm2-135m-instruct"], ignore_progress)
-    tokenizer = Tokenizer.load(target)
+    tokenizer = Tokenizer.of(AutoTokenizer.from_pretrained(target))
     assert tokenizer.chat_template is not None
     prompts = [
         tokenizer.encode(

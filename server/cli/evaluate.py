@@ -149,7 +149,7 @@ def evaluate_command(
             f"{num_left_out} prompts were left out: the context holds {info.max_model_len} tokens"
         )
     if isinstance(found, exactness.Exactness):
-        typer.echo(exactness.describe(found, lambda token_id: _text(tokenizer, token_id)))
+        typer.echo(exactness.describe(found, tokenizer.token_text))
         raise typer.Exit(1 if found.differences else 0)
     draft = settings.draft.model if pair.draft else None
     title = f"{settings.target.model} + {draft or ', '.join(settings.speculation.proposer)}"
@@ -178,10 +178,6 @@ def _check_ks(ks: list[int] | None, most: int) -> None:
 def _powers_up_to(most: int) -> list[int]:
     """1, 2, 4, … and `most` itself."""
     return [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
-
-
-def _text(tokenizer: "Tokenizer", token_id: int) -> str:
-    return tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 def _encode(tokenizer: "Tokenizer", turns: list[str], *, is_raw: bool) -> list[int]:

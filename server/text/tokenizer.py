@@ -3,7 +3,6 @@
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from llguidance import LLTokenizer
@@ -100,13 +99,6 @@ class Tokenizer:
     @classmethod
     def of(cls, wrapper: "PreTrainedTokenizerBase") -> "Tokenizer":
         return cls(TokenizerData.of(wrapper))
-
-    @classmethod
-    def load(cls, directory: Path, *, trust_remote_code: bool = False) -> "Tokenizer":
-        from transformers import AutoTokenizer  # brings in torch, which takes seconds
-
-        wrapper = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-        return cls.of(wrapper)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # A batch of one, because `encode` would hold the GIL, and so block the event loop.

@@ -14,6 +14,7 @@ from engines import engine_config
 from in_process import InProcessEngine
 from rich.console import Console
 from tiny_pairs import save_tiny_model_with_tokenizer
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from outrider.engine.scoring.verifier import Verifier
@@ -111,7 +112,7 @@ def test_prompts_of_every_category_are_shipped() -> None:
 
 
 def test_raw_text_gets_no_chat_template(target: Path) -> None:
-    tokenizer = Tokenizer.load(target)
+    tokenizer = Tokenizer.of(AutoTokenizer.from_pretrained(target))
     [text] = held_out_prompts()[RAW][0]
     raw, chat = (_encode(tokenizer, [text], is_raw=is_raw) for is_raw in (True, False))
     assert tokenizer.decode(raw, skip_special_tokens=False) == text
