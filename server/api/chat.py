@@ -25,7 +25,7 @@ from .chat_turn import prepare_turn
 from .choices import BARE, ChoicesAnswer
 from .generation import Delta, Sample, Token
 from .growth import AnswerBlock, Growth
-from .json_route import STREAM
+from .protocol import STREAM
 from .service import Service
 
 

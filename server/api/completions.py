@@ -16,8 +16,8 @@ from .answer import MIN_LOGPROB, Answer
 from .asked import Asked
 from .choices import BARE, ChoicesAnswer
 from .generation import Delta, Sample, Token
-from .json_route import STREAM
 from .protocol import (
+    STREAM,
     Completion,
     CompletionChoice,
     CompletionLogprobs,

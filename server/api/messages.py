@@ -17,7 +17,6 @@ from .chat_protocol import ChatCompletionRequest
 from .chat_turn import num_prompt_tokens, prepare_turn
 from .generation import Delta, Sample
 from .growth import AnswerBlock, BlockChange, Growth
-from .json_route import STREAM
 from .messages_protocol import (
     AnthropicAnswer,
     CountTokensRequest,
@@ -26,6 +25,7 @@ from .messages_protocol import (
     MessagesUsage,
     StopReason,
 )
+from .protocol import STREAM
 from .service import Service
 from .thinking import can_bound_thinking
 from .tools import object_of

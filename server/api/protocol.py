@@ -190,6 +190,24 @@ class ErrorResponse(APIResponse):
     error: ErrorBody
 
 
+# What the OpenAPI document says about answers other than whole ones.
+Described = dict[int | str, dict[str, Any]]
+STREAM: Described = {
+    200: {
+        "description": "The answer; with `stream`, its chunks as server-sent events.",
+        "content": {"text/event-stream": {}},
+    }
+}
+
+
+def errors_like(model: type[APIResponse]) -> Described:
+    """Errors whose bodies are such models."""
+    return {status: {"model": model, "description": "An error."} for status in ("4XX", "5XX")}
+
+
+ERRORS = errors_like(ErrorResponse)
+
+
 class PromptTokensDetails(APIResponse):
     cached_tokens: int
 

@@ -28,8 +28,8 @@ from .answer import Answer, Event
 from .chat_protocol import ChatCompletionRequest
 from .chat_turn import num_prompt_tokens, prepare_turn
 from .generation import Delta, Sample, Token
-from .json_route import STREAM
 from .namespaces import names_of_calls
+from .protocol import STREAM
 from .response_items import OutputItems
 from .response_store import ResponseStore
 from .responses_protocol import (

@@ -14,11 +14,10 @@ from outrider.engine.processes.client import EngineClient
 
 from ..api.chat import add_chat_routes
 from ..api.completions import add_completion_routes
-from ..api.json_route import ERRORS, JSONRoute, errors_like
 from ..api.messages import add_message_routes
 from ..api.messages_protocol import AnthropicError
 from ..api.ollama import add_ollama_routes
-from ..api.protocol import Health
+from ..api.protocol import ERRORS, Health, errors_like
 from ..api.response_store import ResponseStore
 from ..api.responses import add_response_routes
 from ..api.sampling_defaults import NEUTRAL, SamplingDefaults
@@ -44,14 +43,7 @@ from .hosts import Hosts
 from .info import add_info_route
 from .json_routes import JSONRoutes
 from .loads import add_load_routes
-from .middleware import (
-    Drain,
-    Gate,
-    MetricsPort,
-    Observe,
-    RequestId,
-    RootPath,
-)
+from .middleware import Drain, Gate, MetricsPort, Observe, RequestId, RootPath
 from .models import model_routes
 from .stats import add_stats_route
 from .ui import add_ui
@@ -87,20 +79,16 @@ def create_app(
     errors.install(api)
     unmet.install(api)
     store = ResponseStore(settings.response_store_bytes if settings.api_workers == 1 else 0)
-    openai = APIRouter(route_class=JSONRoute, prefix="/v1", responses=ERRORS)
+    openai = APIRouter(prefix="/v1", responses=ERRORS)
     add_completion_routes(openai, service)
     add_chat_routes(openai, service)
     add_response_routes(openai, service, store)
     add_stored_response_routes(openai, store)
-    anthropic = APIRouter(
-        route_class=JSONRoute,
-        prefix=errors.ANTHROPIC_PATH,
-        responses=errors_like(AnthropicError),
-    )
+    anthropic = APIRouter(prefix=errors.ANTHROPIC_PATH, responses=errors_like(AnthropicError))
     add_message_routes(anthropic, service)
-    ollama = APIRouter(route_class=JSONRoute, prefix=errors.OLLAMA_PATH, include_in_schema=False)
+    ollama = APIRouter(prefix=errors.OLLAMA_PATH, include_in_schema=False)
     add_ollama_routes(ollama, service)
-    tokenizer_routes = APIRouter(route_class=JSONRoute, responses=ERRORS)
+    tokenizer_routes = APIRouter(responses=ERRORS)
     add_tokenizer_routes(tokenizer_routes, service)
     models = model_routes(service, ERRORS)
     api.include_router(openai)

@@ -14,13 +14,14 @@ from pydantic_core import from_json
 from scripted_client import steps
 from served import Served
 
-from outrider.server.api import json_route, service, stored_responses
+from outrider.server.api import service, stored_responses
 from outrider.server.api.chat_protocol import ChatCompletionRequest, Message
 from outrider.server.api.messages_protocol import MessagesRequest
 from outrider.server.api.protocol import CompletionRequest
 from outrider.server.api.responses_protocol import ResponsesRequest
 from outrider.server.base import held
 from outrider.server.base.content import TextPart
+from outrider.server.http import json_routes
 
 Serve = Callable[..., Served]
 SAID = [{"role": "user", "content": "Hi"}]
@@ -46,7 +47,7 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_read(
     def unread(*_: Any, **__: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(json_route, "from_json", unread)
+    monkeypatch.setattr(json_routes, "from_json", unread)
     served = serve(max_body_bytes=65_536)
     for path, body, field in REQUESTS:
         for item in ("[{}]", "[]", "{}", "0", '{"a":0}'):
@@ -184,13 +185,13 @@ def test_a_large_body_is_validated_off_the_event_loop(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
-    validated = json_route._validated
+    validated = json_routes._validated
 
     def noting(*args: Any) -> Any:
         threads.append(threading.get_ident())
         return validated(*args)
 
-    monkeypatch.setattr(json_route, "_validated", noting)
+    monkeypatch.setattr(json_routes, "_validated", noting)
     served = serve()
     for path, body, field in REQUESTS:
         for size in (10, 5000, 20_000, 100_000):
