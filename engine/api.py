@@ -203,6 +203,7 @@ class EngineInfo:
 
     device: str
     tensor_parallel: int = 1  # processes that share the target, each with a device
+    draft_tensor_parallel: int = 1  # that share the draft, too
     target_dtype: str
     batch_invariant: bool  # whether the bits of the target's logits do not depend on the batch
     draft_dtype: str | None

@@ -34,7 +34,9 @@ class ModelConfig:
     # Of a draft that cannot be loaded: whether the engine starts without it, and what is then said.
     is_optional: bool = False
     instead: str = ""
-    tensor_parallel: int = 1  # of a target: processes that share its layers, each with a GPU
+    # Processes that share its layers, each with a GPU. A draft model is whole on the first, or
+    # shared by all that share the target.
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,10 +82,12 @@ class Engine:
         max_drafts = worker.slots.max_drafts
         sources = tuple(source.name for source in worker.proposer.sources)
         draft = pair.draft or pair.head
+        loaded_draft = self._config.loaded_draft
         vocabulary = self._config.draft and self._config.draft.vocabulary
         return EngineInfo(
             device=self._config.device,
             tensor_parallel=self._config.target.tensor_parallel,
+            draft_tensor_parallel=loaded_draft.tensor_parallel if loaded_draft else 1,
             target_dtype=_dtype_name(pair.target),
             batch_invariant=pair.target.batch_invariant,
             draft_dtype=_dtype_name(draft) if draft else None,

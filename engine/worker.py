@@ -189,8 +189,8 @@ class Worker:
 
     @property
     def _specs_of_others(self) -> list[PagedSpec]:
-        """Of the other ranks: they have the first of this one's groups, without its draft."""
-        groups = grouped([self.pair.target], self.pair.max_model_len)
+        """Of the other ranks: they have the first of this one's groups, some without its draft."""
+        groups = grouped(self.pair.on_all_ranks, self.pair.max_model_len)
         return [group.spec for group in groups]
 
     @property

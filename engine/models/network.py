@@ -150,6 +150,7 @@ class Network(PagedLayers):
 
     name: str  # of its architecture
     max_positions: int  # of the longest sequence that it computes correctly
+    has_followers: bool = False  # whether other processes run its passes, too
     batch_invariant: bool = False  # whether the bits of a row do not depend on the batch
     attention_is_batch_invariant: bool = False  # whether its attention needs no proof of that
     output_layer: Linear  # computes logits from normalised states, also for heads that share it

@@ -48,12 +48,15 @@ def _cache_dtype(config: EngineConfig, device: torch.device) -> torch.dtype | No
     return None if reason else torch.float8_e4m3fn
 
 
-def load_target(
+def load_shares(
     config: EngineConfig, report: ReportProgress = ignore_progress, rank: int = 0
-) -> Network:
-    """The share of the target that this rank has: of one rank, all of it."""
+) -> list[Network]:
+    """What all ranks have a share of: the target, of one rank all of it, and perhaps its draft.
+
+    On each rank, that rank's share.
+    """
     device = torch.device(config.device)
-    return load_network(
+    target = load_network(
         config.target,
         device,
         report,
@@ -62,9 +65,15 @@ def load_target(
         share=Share(rank, config.target.tensor_parallel),
         max_model_len=config.max_model_len,
     )
+    draft = config.loaded_draft
+    if draft is None or draft.tensor_parallel == 1:
+        return [target]
+    return [target, _load_draft_model(draft, target, report, rank)]
 
 
-def _load_draft_model(draft: ModelConfig, target: Network, report: ReportProgress) -> Network:
+def _load_draft_model(
+    draft: ModelConfig, target: Network, report: ReportProgress, rank: int = 0
+) -> Network:
     if (window := draft.attention_window) is not None:
         raise ConfigError(
             f"draft.attention_window is {window}, but {draft.path} is a model, not a head: leave "
@@ -76,6 +85,7 @@ def _load_draft_model(draft: ModelConfig, target: Network, report: ReportProgres
         report,
         is_draft=True,
         cache_dtype=target.cache_dtype,
+        share=Share(rank, draft.tensor_parallel),
     )
     network.may_fall_behind = True
     return network
@@ -91,17 +101,18 @@ class ModelPair:
         self,
         config: EngineConfig,
         report: ReportProgress,
-        shared: Callable[[Network], Network] = lambda target: target,
+        shared: Callable[[list[Network]], Sequence[Network]] = lambda networks: networks,
     ) -> None:
-        """`shared` makes of the first rank's share what runs on all, if there are several.
+        """`shared` makes of the first rank's shares what runs on all, if there are several.
 
         An optional draft that cannot be loaded is left out, also of the `config` kept here.
         """
-        self.target = shared(load_target(config, report))
-        self.draft: Network | None = None
+        self.on_all_ranks = shared(load_shares(config, report))
+        self.target, *drafts = self.on_all_ranks
+        self.draft: Network | None = drafts[0] if drafts else None
         self.head: Head | None = None
         draft = config.loaded_draft
-        if draft is not None:
+        if draft is not None and self.draft is None:
             try:
                 self._load_draft(draft, config, report)
             except Exception as error:

@@ -48,6 +48,7 @@ class DraftModel(Source):
         self._slots = slots
         self._edits = edits
         self._draft = draft
+        self.may_fail = not draft.has_followers
         self._is_compiled = isinstance(draft, CompiledDecoder) and cpu.takes(
             self.draws.distributions.logits
         )

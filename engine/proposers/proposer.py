@@ -37,6 +37,7 @@ class Source(ABC):
     name: SourceName
     draws: Draws | None = None  # what it draws drafts with; None: they are one-hot
     phases: Sequence[Phase[Any]] = ()  # of its own: their graphs read slots, or pages of the draft
+    may_fail = True  # else the engine ends with it: other ranks are left in the middle of a pass
 
     def looks_up(self, request: Request) -> bool:
         """Whether it may wish for drafts of this sequence, until it ends."""
@@ -198,6 +199,8 @@ class Proposer:
                 if source.draws is None:
                     self._mark_one_hot([slot for slot, k in counts.items() if k > 0])
             except Exception:
+                if not source.may_fail:
+                    raise
                 self._report(source)
                 continue
             drafted |= counts

@@ -1,8 +1,9 @@
-"""Which targets ranks can share, and on which devices; refused before a process is started."""
+"""Which models ranks can share, and on which devices; refused before a process is started."""
 
 import functools
 import sys
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -12,16 +13,17 @@ from ..config import ConfigError, EngineConfig, ModelConfig
 from ..models.architectures import load_config
 from ..models.families import FAMILIES, why_unknown
 from ..models.formats import take_format
+from ..models.heads.config import is_head
 from ..models.weight_files import holds_gguf
 from .fit import are_equal
 from .scales import ScaledInputs, scaled_inputs
 
 
 def check_ranks(config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError saying what keeps so many ranks from sharing the target, and what would
-    work.
+    """Raises ConfigError saying what keeps so many ranks from sharing target and draft, and what
+    would work.
     """
-    target = config.target
+    target, draft = config.target, config.draft
     if target.tensor_parallel < 1:
         raise ConfigError(f"target.tensor_parallel is {target.tensor_parallel}; it is at least 1")
     reason = None
@@ -34,6 +36,22 @@ def check_ranks(config: EngineConfig, device: torch.device) -> None:
         )
     if reason is not None:
         raise ConfigError(f"target.tensor_parallel is {target.tensor_parallel}, but {reason}")
+    if draft is None or draft.tensor_parallel == 1:
+        return
+    reason = _why_not_with(target.tensor_parallel, draft)
+    if reason is not None:
+        raise ConfigError(f"draft.tensor_parallel is {draft.tensor_parallel}, but {reason}")
+
+
+def _why_not_with(num_ranks: int, draft: ModelConfig) -> str | None:
+    if draft.tensor_parallel != num_ranks:
+        return (
+            f"target.tensor_parallel is {num_ranks}, and a draft is whole on the first of its "
+            "ranks, or shared by all: leave it out, or set both to one number"
+        )
+    if is_head(draft):
+        return "only a draft model can be shared, and this is a head: leave it out"
+    return Sharing(draft, "draft", alone="leave it out").why_not(num_ranks)
 
 
 def why_not_these_gpus(size: int, device: torch.device) -> str | None:
@@ -77,28 +95,32 @@ def _why_not_in_this_process() -> str | None:
 
 
 class Sharing:
-    """Which numbers of ranks can share a target. Its files are read once, and only if asked for."""
+    """Which numbers of ranks can share a model. Its files are read once, and only if asked for."""
 
-    def __init__(self, model: ModelConfig, *, alone: str = "") -> None:
+    def __init__(
+        self, model: ModelConfig, role: Literal["target", "draft"] = "target", *, alone: str = ""
+    ) -> None:
         """`alone`: what to do instead, if it cannot be shared at all."""
-        self._model, self._alone = model, alone
+        self._model, self._role, self._alone = model, role, alone
 
     def why_not(self, num_ranks: int) -> str | None:
         """What keeps so many ranks from sharing it, and what would work; None: nothing does."""
         instead = self._alone and f": {self._alone}"
         if holds_gguf(Path(self._model.path)):
-            return f"the target is a GGUF file, which is read whole{instead}"
+            return f"the {self._role} is a GGUF file, which is read whole{instead}"
         if not (Path(self._model.path) / "config.json").is_file():
             return None  # whoever reads it says so
         config, quantised = self._config
         if reason := why_unknown(config, quantised):
-            return f"the target runs as transformers has it ({reason}){instead}"
+            return f"the {self._role} runs as transformers has it ({reason}){instead}"
         reason = self._why_cut(num_ranks)
         if reason is None:
             return None
-        numbers = range(2, config.num_attention_heads + 1)
-        works = [1, *(n for n in numbers if not self._why_cut(n))]
-        return f"{reason}: set it to {_one_of(works)}"
+        if self._role == "target":
+            numbers = range(2, config.num_attention_heads + 1)
+            works = [1, *(n for n in numbers if not self._why_cut(n))]
+            instead = f": set it to {_one_of(works)}"
+        return f"{reason}{instead}"
 
     def _why_cut(self, num_ranks: int) -> str | None:
         """What of it so many ranks would cut."""

@@ -1,4 +1,5 @@
-"""A follower's process: loads its share of the target, then runs what rank 0 sends.
+"""A follower's process: loads its share of the target, and perhaps of the draft, then runs what
+rank 0 sends.
 
 Started by `Followers` as `python -P -m outrider.engine.ranks.follower FD`, with a socket to rank 0
 as that file descriptor, and a line of JSON on its stdin. It logs nothing: what goes wrong is sent
@@ -20,7 +21,7 @@ from ..state.phase import Shape
 from .wire import Op, receive, send
 
 if TYPE_CHECKING:
-    from .own_share import OwnShare
+    from .own_shares import OwnShares
 
 _BEAT_S = 1.0
 
@@ -50,52 +51,52 @@ class FollowerConnection:
 
 def follow(connection: FollowerConnection, settings: dict[str, Any]) -> None:
     """Load, then do what rank 0 says, for ever."""
-    from .own_share import OwnShare
+    from .own_shares import OwnShares
 
-    share = OwnShare(settings)
-    connection.send(Op.ANSWER, np.array([share.batch_invariant], dtype=np.int64))
+    shares = OwnShares(settings)
+    connection.send(Op.ANSWER, np.array([shares.batch_invariant], dtype=np.int64))
     op, _, [keep_bits] = connection.receive()
     assert op == Op.JOIN
-    share.join(settings["meeting_fd"], keep_bits=bool(keep_bits))
+    shares.join(settings["meeting_fd"], keep_bits=bool(keep_bits))
     while True:
-        answer = perform(share, *connection.receive())
+        answer = perform(shares, *connection.receive())
         if answer is not None:
             connection.send(Op.ANSWER, np.array([answer], dtype=np.int64))
 
 
-def perform(share: "OwnShare", op: Op, shape: Shape, integers_np: np.ndarray) -> int | None:
+def perform(shares: "OwnShares", op: Op, shape: Shape, integers_np: np.ndarray) -> int | None:
     match op:
         case Op.RUN:
-            share.run(shape, integers_np)
+            shares.run(shape[0], shape[1:], integers_np)
         case Op.PAGES:
-            share.slots.write_pages(integers_np.reshape(3, -1))
+            shares.slots.write_pages(integers_np.reshape(3, -1))
         case Op.TAP:
-            share.target.tap(integers_np.tolist())
+            shares.networks[shape[0]].tap(integers_np.tolist())
         case Op.COPY_STATES:
-            share.copy_states(integers_np.reshape(-1, 2))
+            shares.copy_states(shape[0], integers_np.reshape(-1, 2))
         case Op.CAPTURE:
-            share.target.phase.capture(integers_np, shape)
+            shares.networks[shape[0]].phase.capture(integers_np, shape[1:])
         case Op.BIND:
-            share.bind(integers_np.tolist())
+            shares.bind(integers_np.tolist())
             return 0  # that it is done
         case Op.COMPILE:
-            share.compile(*integers_np.tolist())
+            shares.compile(*integers_np.tolist())
             return 0
         case Op.HOST:
-            share.allocate_host(integers_np.tolist())
+            shares.allocate_host(integers_np.tolist())
             return 0
         case Op.SAVE:
-            share.save(shape[0], integers_np.reshape(2, -1))
+            shares.save(shape[0], integers_np.reshape(2, -1))
         case Op.LOAD:
-            share.load(shape[0], integers_np.reshape(2, -1))
+            shares.load(shape[0], integers_np.reshape(2, -1))
         case Op.LOADED:
-            share.host_pages.before_steps()
+            shares.host_pages.before_steps()
         case Op.MEASURE:
-            share.measure()
+            shares.measure()
         case Op.MEASURED:
-            share.measured()
+            shares.measured()
         case Op.ROOM:
-            return share.room()
+            return shares.room()
         case _:
             raise ValueError(f"rank 0 sent {op!r}, which a follower does not know")
     return None

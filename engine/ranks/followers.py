@@ -11,7 +11,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 
@@ -80,13 +81,14 @@ class Followers:
         # For an engine that is dropped in a process which goes on, too.
         self._end = weakref.finalize(self, _end, self._followers, self._lost, self.group)
 
-    def shared(self, target: Network, report: ReportProgress) -> SharedDecoder:
-        """The target, of which rank 0 has loaded its share, once the others have theirs.
+    def shared(self, networks: Sequence[Network], report: ReportProgress) -> list[SharedDecoder]:
+        """The target, and perhaps the draft, of which rank 0 has loaded its shares, once the others
+        have theirs.
 
         Raises RankLostError if one of them could not start.
         """
         report("waiting for the other ranks", 0, 1)
-        keep_bits = all([target.batch_invariant, *map(bool, self._answers())])
+        keep_bits = all([networks[0].batch_invariant, *map(bool, self._answers())])
         report("connecting the ranks", 0, 1)
         # From here on this process may wait for a lost one for ever, first where they meet.
         self._lost.is_final = True
@@ -94,13 +96,19 @@ class Followers:
             raise RankLostError(self._lost.reason)
         self.send(Op.JOIN, (), np.array([keep_bits]))
         try:
-            self.group.join(path_of(self._meeting_fd), target.device)
+            self.group.join(path_of(self._meeting_fd), networks[0].device)
         except RuntimeError as error:
             raise self.cause_of(error) from error
         if not keep_bits:
-            make_batch_dependent(target)
-        assert isinstance(target, Decoder)
-        return SharedDecoder(target, self.group, self.send, self.cause_of)
+            make_batch_dependent(networks[0])
+        return [self._shared(number, network) for number, network in enumerate(networks)]
+
+    def _shared(self, number: int, network: Network) -> SharedDecoder:
+        def send_with_number(op: Op, shape: Shape, integers_np: np.ndarray) -> None:
+            self.send(op, (number, *shape), integers_np)
+
+        assert isinstance(network, Decoder)
+        return SharedDecoder(network, self.group, send_with_number, self.cause_of)
 
     def bind(self, slots: Slots, num_pages: Sequence[int]) -> None:
         """Have them allocate the same slots, and as many pages of each group of layers.
@@ -278,6 +286,7 @@ def _line(rank: int, config: EngineConfig, meeting_fd: int) -> bytes:
         "rank": rank,
         "meeting_fd": meeting_fd,
         "target": asdict(config.target),
+        "draft": _shared_draft(config),
         "device": config.device,
         "max_model_len": config.max_model_len,
         "cache_dtype": config.cache.dtype,
@@ -286,6 +295,14 @@ def _line(rank: int, config: EngineConfig, meeting_fd: int) -> bytes:
         "num_threads": config.num_threads,
     }
     return json.dumps(settings).encode() + b"\n"
+
+
+def _shared_draft(config: EngineConfig) -> dict[str, Any] | None:
+    """Without the vocabulary: rank 0 translates."""
+    draft = config.loaded_draft
+    if draft is None or draft.tensor_parallel == 1:
+        return None
+    return asdict(replace(draft, vocabulary=None))
 
 
 def _end(followers: list[_Follower], lost: _Loss, group: RankGroup) -> None:

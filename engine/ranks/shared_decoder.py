@@ -40,6 +40,8 @@ CauseOf = Callable[[Exception], Exception]
 class SharedDecoder(Decoder):
     """One rank's share of a decoder, which rank 0 runs on all ranks at once."""
 
+    has_followers = True
+
     def __init__(
         self,
         decoder: Decoder,

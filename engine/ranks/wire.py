@@ -17,11 +17,13 @@ class Op(IntEnum):
     JOIN = auto()  # meet the other ranks [1]: whether they are batch-invariant
     BIND = auto()  # allocate, and answer then: see `Followers.bind`
     PAGES = auto()  # write changed pages into the block tables [3, entries]
+    # Of a network, whose number comes in front of the shape: 0, the target, or 1, its draft
     COPY_STATES = auto()  # from slots to others [copies, 2], one after the other
     TAP = auto()  # hand out the states behind these layers, as rank 0 alone does [layers]
-    RUN = auto()  # run a pass, of this shape
+    RUN = auto()  # run its phase, of this shape
     CAPTURE = auto()  # capture it
-    COMPILE = auto()  # compile all kernels, and answer then: see `OwnShare.compile`
+    # Of all
+    COMPILE = auto()  # compile all kernels, and answer then: see `OwnShares.compile`
     MEASURE = auto()  # from now on, note how much memory a step takes
     MEASURED = auto()  # that was the largest step
     HOST = auto()  # the same in host memory: see `Followers.share_host_pages`

@@ -66,7 +66,8 @@ def _summary(
     shared = ""
     if info.tensor_parallel > 1:
         kind = "processes" if info.device == "cpu" else "GPUs"
-        shared = f", {info.tensor_parallel} {kind} share the target"
+        what = "target and draft" if info.draft_tensor_parallel > 1 else "the target"
+        shared = f", {info.tensor_parallel} {kind} share {what}"
     return [
         ("target", f"{settings.target.model} ({info.target_dtype})"),
         ("draft", draft),

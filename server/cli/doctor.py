@@ -47,6 +47,7 @@ def doctor_command(
             configured=configured,
             counted=weights.counted(settings, has_hub=hub.state == "ok") if configured else "",
             num_ranks=target.tensor_parallel or (1 if ":" in target.device else None),
+            shares_draft=settings.draft.tensor_parallel > 1,
         ),
     }
     if missing := missing_model(settings):

@@ -124,6 +124,7 @@ def _check_draft_settings(settings: Settings, flags: Mapping[str, object]) -> No
     names = ("revision", "dtype", "quantization", "head_layers", "attention_window")
     for key, given, without in (
         ("speculation.num_speculative_tokens", settings.speculation.num_speculative_tokens, 0),
+        ("draft.tensor_parallel", settings.draft.tensor_parallel, 1),
         *((f"draft.{name}", getattr(settings.draft, name), None) for name in names),
     ):
         is_flag = flags.get(key) is not None

@@ -62,8 +62,8 @@ class TargetSettings(_ModelSettings):
         default=None,
         ge=1,
         description="Processes that share the target's layers, each with a GPU of its own; the "
-        "draft is whole on the first. Unset: 1 if the pair fits on one GPU, else the fewest of the "
-        "visible GPUs that it fits on; on a CPU 1.",
+        "draft is whole on the first unless draft.tensor_parallel is set. Unset: 1 if the pair "
+        "fits on one GPU, else the fewest of the visible GPUs that it fits on; on a CPU 1.",
     )
     chat_template: SettingPath | None = Field(
         default=None,
@@ -104,6 +104,13 @@ class DraftSettings(_ModelSettings):
         default=None,
         description="fp8: as target.quantization, but also the layer that gives logits; and of a "
         "draft model, only the weights. Whatever the draft proposes, the target decides.",
+    )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="1, or as many as target.tensor_parallel: then all of these processes share "
+        "the layers of a draft model, too. For large ones: a small one is faster whole. A head is "
+        "always whole.",
     )
 
 

@@ -32,7 +32,13 @@ class Settings(SettingsSection):
         return json.dumps(self.model_dump(exclude_unset=True), default=plain).encode()
 
     @model_validator(mode="after")
-    def _draft_model_is_named(self) -> Self:
+    def _draft_fits_target(self) -> Self:
+        if self.draft.tensor_parallel not in (1, self.target.tensor_parallel):
+            raise ValueError(
+                f"draft.tensor_parallel is {self.draft.tensor_parallel}, target.tensor_parallel "
+                f"{self.target.tensor_parallel or 'unset'}; a draft is whole, or shared by all "
+                "that share the target: leave it out, or set both to one number"
+            )
         if "draft_model" in self.speculation.proposer and self.draft.model is None:
             raise ValueError(
                 "speculation.proposer has draft_model and draft.model is not set; name a draft "

@@ -201,11 +201,12 @@ def pair(
     configured: str | None = None,
     counted: PairWeights | str = "",
     num_ranks: int | None = None,
+    shares_draft: bool = False,
 ) -> Finding:
     """Whether the configured target fits this machine with its draft; if none is configured, the
     largest suggested pair that does and can be obtained. `num_ranks` share the target (None: as few
-    as hold it). `counted` is what the configured pair takes, or why nobody knows; a suggested one's
-    draft is known, the hub's is not.
+    as hold it), and perhaps the draft, which is counted as if it were whole. `counted` is what the
+    configured pair takes, or why nobody knows; a suggested one's draft is known, the hub's is not.
     """
     num_gpus, numbers = torch.cuda.device_count() if torch.cuda.is_available() else 0, [1]
     if torch.cuda.is_available():
@@ -250,7 +251,7 @@ def pair(
     (model, found), num = next((fit for fit in fits if fit[1]), (known[-1], None))
     text = f"{found.text} {found.weights.in_all / 1e9:.1f} GB of weights{in_dtype}"
     if (shared_by := num or numbers[0]) > 1:
-        about = "at least " if found.is_least else ""
+        about = "at least " if found.is_least else "at most " if shares_draft else ""
         first_gb = found.weights.of_first(shared_by) / 1e9
         text += f", {about}{first_gb:.1f} GB on the first of {shared_by} ranks"
     text += f"; {where} has room for {room_bytes / 1e9:.1f}"

@@ -35,6 +35,7 @@ class EngineDetails(APIResponse):
 
     device: str
     tensor_parallel: int  # processes that share the target, each with a device
+    draft_tensor_parallel: int  # that share the draft, too
     target: ModelInfo
     draft: ModelInfo | None
     speculation: SpeculationInfo
@@ -79,6 +80,7 @@ def _engine(service: Service, pair: Settings) -> EngineDetails | None:
     return EngineDetails(
         device=info.device,
         tensor_parallel=info.tensor_parallel,
+        draft_tensor_parallel=info.draft_tensor_parallel,
         target=ModelInfo(model=name_of(pair.target.model), dtype=info.target_dtype),
         draft=draft,
         speculation=SpeculationInfo(

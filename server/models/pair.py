@@ -286,19 +286,17 @@ def resolve_device(device: str) -> str:
 def model_config(
     directory: Path, dtype: str, settings: TargetSettings | DraftSettings
 ) -> ModelConfig:
-    config = ModelConfig(
+    return ModelConfig(
         path=str(directory),
         dtype=dtype,
         quantization=settings.quantization,
         trust_remote_code=settings.trust_remote_code,
-    )
-    if isinstance(settings, TargetSettings):
-        return replace(config, tensor_parallel=settings.tensor_parallel or 1)
-    return replace(
-        config,
-        head_layers=settings.head_layers,
-        attention_window=settings.attention_window,
-        is_mtp=settings.model == MTP,
+        head_layers=settings.head_layers if isinstance(settings, DraftSettings) else None,
+        attention_window=(
+            settings.attention_window if isinstance(settings, DraftSettings) else None
+        ),
+        is_mtp=isinstance(settings, DraftSettings) and settings.model == MTP,
+        tensor_parallel=settings.tensor_parallel or 1,
     )
 
 

@@ -130,14 +130,15 @@ def test_more_ranks_than_gpus_of_the_pod_are_refused(
 ) -> None:
     """Such a pod would start, fetch the models, and fail again and again."""
 
-    def answer(num_ranks: int) -> dict[str, Any]:
-        return helm({"gpus": gpus, "settings": {"target": {"tensor_parallel": num_ranks}}})
+    def answer(num_ranks: int, role: str = "target") -> dict[str, Any]:
+        return helm({"gpus": gpus, "settings": {role: {"tensor_parallel": num_ranks}}})
 
     most = max(1, gpus)
     assert "rendered" in answer(most)
-    reason = answer(most + 1)["error"]
-    assert f"settings.target.tensor_parallel is {most + 1}, but gpus is {gpus}" in reason
-    assert f"set gpus to {most + 1}, or tensor_parallel to {most} at most" in reason
+    for role in ("target", "draft"):
+        reason = answer(most + 1, role)["error"]
+        assert f"settings.{role}.tensor_parallel is {most + 1}, but gpus is {gpus}" in reason
+        assert f"set gpus to {most + 1}, or tensor_parallel to {most} at most" in reason
 
 
 def test_the_server_understands_its_environment(render: Render) -> None:

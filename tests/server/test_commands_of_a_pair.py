@@ -74,6 +74,7 @@ def test_a_k_without_a_draft_model_is_refused(
     [
         "speculation.num_speculative_tokens=3",
         "draft.attention_window=64",
+        "draft.tensor_parallel=2",
         "draft.revision=main",
         "draft.dtype=float32",
         "draft.quantization=fp8",
@@ -81,7 +82,7 @@ def test_a_k_without_a_draft_model_is_refused(
     ],
 )
 def test_settings_of_a_draft_without_any_are_refused(command: str, setting: str) -> None:
-    given = ["--config", "plain", "--set", setting]
+    given = ["--config", "plain", "--set", setting, "--set", "target.tensor_parallel=2"]
     files = {"run-batch": ["-i", "in", "-o", "out"]}.get(command, [])
     result = CliRunner().invoke(app, [command, *files, *given])
     assert result.exit_code == 2
@@ -97,6 +98,7 @@ def test_what_a_config_says_of_its_draft_is_no_mistake_without_it(
     settings = served_with(monkeypatch, "qwen3-8b-eagle3", "--no-draft")
     assert settings.speculation.proposer == ("none",)
     served_with(monkeypatch, "plain", "--set", "speculation.num_speculative_tokens=0")
+    served_with(monkeypatch, "plain", "--set", "draft.tensor_parallel=1")
     served_with(monkeypatch, "--set", "draft.attention_window=64")  # of the one that is chosen
 
 

@@ -156,10 +156,11 @@ def test_summary_says_how_many_share_the_target(
     assert plain is not None
     caplog.set_level(logging.INFO, "outrider.server")
     shared = replace(plain, device=device, tensor_parallel=2)
-    for info in (plain, shared):
+    for info in (plain, shared, replace(shared, draft_tensor_parallel=2)):
         caplog.clear()
         show_summary(settings, info, HERMES, "http://127.0.0.1:8000", Console(file=io.StringIO()))
         assert (says in caplog.text) == (info is shared)
+        assert ("share target and draft" in caplog.text) == (info.draft_tensor_parallel == 2)
 
 
 @pytest.mark.parametrize(

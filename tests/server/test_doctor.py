@@ -252,17 +252,22 @@ def test_a_configured_number_of_ranks_is_looked_at(monkeypatch: pytest.MonkeyPat
     assert "target.tensor_parallel is 4, and there are only" in found.text
 
 
-def test_ranks_that_cannot_share_the_target_are_missing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("draft_ranks", [1, 2])
+def test_ranks_that_cannot_share_the_pair_are_missing(draft_ranks: int, tmp_path: Path) -> None:
     """In the words of the engine, which would end the start with them."""
     target, draft = tmp_path / "target", tmp_path / "draft"
-    save_tiny_model_with_tokenizer(target, intermediate_size=63)
-    save_tiny_model_with_tokenizer(draft, num_key_value_heads=1)
+    save_tiny_model_with_tokenizer(target, intermediate_size=62 + draft_ranks)
+    save_tiny_model_with_tokenizer(draft, num_key_value_heads=1, intermediate_size=63)
     names = f"target.model={target}", f"draft.model={draft}", "target.tensor_parallel=2"
-    settings = load_settings(assignments=names, environ={})
+    settings = load_settings(
+        assignments=[*names, f"draft.tensor_parallel={draft_ranks}"], environ={}
+    )
     counted = weights.counted(settings, has_hub=False)
     found = machine.pair(has_hub=False, configured=str(target), counted=counted, num_ranks=2)
     refused = (
         "target.tensor_parallel is 2, but it does not divide intermediate_size 63: set it to 1"
+        if draft_ranks == 1
+        else "draft.tensor_parallel is 2, but it does not divide intermediate_size 63: leave it out"
     )
     assert found == machine.Finding("bad", refused)
 

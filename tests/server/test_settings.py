@@ -165,6 +165,16 @@ def test_a_served_model_has_one_name_or_several(tmp_path: Path) -> None:
     assert load_settings(flags={names: ["a", "b"]}, environ={}).served_model_names == ("a", "b")
 
 
+def test_a_draft_is_shared_by_all_ranks_of_its_target_or_by_none() -> None:
+    given = ["target.tensor_parallel=4", "draft.tensor_parallel=2"]
+    with pytest.raises(SettingsError, match=r"draft\.tensor_parallel is 2, .* set both to one"):
+        load_settings(assignments=given, environ={})
+    with pytest.raises(SettingsError, match=r"is 2, target\.tensor_parallel unset; .* set both to"):
+        load_settings(assignments=given[1:], environ={})
+    given[1] = "draft.tensor_parallel=4"
+    assert load_settings(assignments=given, environ={}).draft.tensor_parallel == 4
+
+
 def test_how_many_gpus_share_the_target_may_be_left_open() -> None:
     """As docker/compose.cuda.yaml leaves it."""
     for environ in ({}, {"OUTRIDER_TARGET__TENSOR_PARALLEL": ""}):

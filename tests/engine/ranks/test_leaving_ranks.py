@@ -12,7 +12,6 @@ import torch
 
 from outrider.engine.api import ignore_progress
 from outrider.engine.config import EngineConfig, ModelConfig
-from outrider.engine.models.decoder import Decoder
 from outrider.engine.ranks import followers
 from outrider.engine.ranks import group as group_module
 from outrider.engine.ranks.followers import Followers, RankLostError
@@ -120,21 +119,17 @@ def test_a_follower_that_dies_before_ranks_meet_is_not_waited_for(
     ranks = starting(monkeypatch)
     ranks._lost.note("rank 1 of the target: killed by signal 9")
     with pytest.raises(RankLostError, match="killed by signal 9"):
-        ranks.shared(Mock(), ignore_progress)
+        ranks.shared([Mock()], ignore_progress)
     ranks.group.join.assert_not_called()  # type: ignore[attr-defined]
 
 
 def test_a_follower_that_dies_when_ranks_meet_ends_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ranks, target, seen = (
-        starting(monkeypatch),
-        Mock(Decoder, device=None, batch_invariant=True),
-        [],
-    )
+    ranks, seen = starting(monkeypatch), []
     monkeypatch.setattr(ranks, "send", lambda op, *_: seen.append((op, ranks._lost.is_final)))
-    monkeypatch.setattr(followers, "SharedDecoder", Mock())
-    ranks.shared(target, ignore_progress)
+    monkeypatch.setattr(ranks, "_shared", Mock())
+    ranks.shared([Mock()], ignore_progress)
     assert seen == [(Op.JOIN, True)]
 
 

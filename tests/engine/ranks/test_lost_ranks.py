@@ -17,14 +17,14 @@ import torch
 from engines import GREEDY, engine_config, prompts, run
 from forked_ranks import forked
 from tiny_models import DEVICE, VOCAB, Tiny
-from two_ranks import follower_of, shared
+from two_ranks import follower_of, shared, with_shared_draft
 
 from outrider.engine.config import ConfigError, EngineConfig, ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models import pair
 from outrider.engine.models.admission import UnsupportedModelError
 from outrider.engine.models.shares import WHOLE, Share
-from outrider.engine.ranks import followers, own_share
+from outrider.engine.ranks import followers, own_shares
 from outrider.engine.ranks.followers import RankLostError
 from outrider.engine.ranks.group import RankGroup
 from outrider.engine.ranks.wire import Op
@@ -47,12 +47,27 @@ def test_a_follower_that_dies_or_hangs_ends_the_step(
         (signal.SIGKILL, r"rank 1 of the target: killed by signal 9"),
         (signal.SIGSTOP, r"rank 1 of the target: it has not been heard for 1\.5 s"),
     ):
-        engine = start(engine_config(tiny_model(), draft))
+        engine = start(with_shared_draft(engine_config(tiny_model(), draft)))
         assert run(engine, PROMPTS[:1], GREEDY)
         os.kill(follower_of(engine), number)
         with pytest.raises(RankLostError, match=reason):
             run(engine, PROMPTS, GREEDY)
         engine.worker.close()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="what is captured cannot fail in this way")
+def test_a_shared_draft_that_fails_ends_the_engine(
+    tiny_model: Tiny,
+    draft: Path,
+    start: Callable[[EngineConfig], Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other ranks are left in its pass: what the first exchanged next would be taken for it."""
+    engine = start(with_shared_draft(engine_config(tiny_model(), draft)))
+    monkeypatch.setattr(followers, "_NEWS_S", 0.0)
+    monkeypatch.setattr(engine.worker.pair.draft, "embedded", Mock(side_effect=MemoryError("full")))
+    with pytest.raises(MemoryError, match="full"):
+        run(engine, PROMPTS, GREEDY)
 
 
 def first_frame_of(follower: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -176,7 +191,7 @@ def test_a_follower_without_room_for_pages_keeps_the_engine_from_starting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else it would say that it is ready, and die at the first request."""
-    monkeypatch.setattr(own_share.OwnShare, what, Mock(side_effect=error))
+    monkeypatch.setattr(own_shares.OwnShares, what, Mock(side_effect=error))
     config = engine_config(tiny_model(), num_pages=24)
     config = replace(config, cache=replace(config.cache, host_gib=1e-3))
     reason = "^rank 1 of the target: the models do not fit .*nvidia-smi.*(MiB|out of memory)$"
@@ -201,7 +216,7 @@ def test_a_follower_that_cannot_load_is_not_waited_for_behind_another(
         if stage == "waiting for the other ranks":
             os.write(is_waiting_fd, b".")
 
-    monkeypatch.setattr(own_share, "load_target", load)
+    monkeypatch.setattr(own_shares, "load_shares", load)
     sizes = {"num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 96}
     config = shared(engine_config(tiny_model(hidden_size=48, **sizes)), 3)
     with forked(), pytest.raises(ConfigError, match=r"^rank 2 of the target: its share is dam"):

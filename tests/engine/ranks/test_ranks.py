@@ -20,6 +20,7 @@ from heads import save_tiny_head
 from mtp import save_tiny_hybrid, save_tiny_mtp_model
 from target_distribution import joint, sample
 from tiny_models import DEVICE, VOCAB, Tiny
+from two_ranks import with_shared_draft
 
 from outrider.engine.api import RequestOutput, SamplingParams, ignore_progress
 from outrider.engine.config import DraftVocabulary, EngineConfig, ModelConfig
@@ -29,7 +30,7 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.shares import WHOLE, Share
 from outrider.engine.ranks import group as group_module
-from outrider.engine.ranks import own_share
+from outrider.engine.ranks import own_shares
 from outrider.engine.ranks.group import RankGroup
 from outrider.engine.ranks.shared_decoder import SharedDecoder
 from outrider.engine.ranks.shared_host_pages import SharedHostPages
@@ -60,13 +61,13 @@ def prompt_logprobs(outputs: list[list[RequestOutput]]) -> torch.Tensor:
 def test_two_ranks_answer_as_one_process(
     architecture: str, tiny_model: Tiny, draft: Path, start: Callable[[EngineConfig], Engine]
 ) -> None:
-    """The first has the draft, and edits logits, alone."""
+    """They share the draft as well. The first edits logits, alone."""
     config = engine_config(tiny_model(architecture), draft, max_num_batched_tokens=32)
     params = [replace(GREEDY, prompt_logprobs=20)] * 4
     params[1] = replace(params[1], frequency_penalty=0.7, logit_bias={5: 2.0})
-    alone, both = Engine(config), start(config)
+    alone, both = Engine(config), start(with_shared_draft(config))
     one, two = (run(engine, PROMPTS, params) for engine in (alone, both))
-    assert both.info.tensor_parallel == 2
+    assert len(both.worker.pair.on_all_ranks) == both.info.tensor_parallel == 2
     # Every draft is what one process would have drafted.
     assert both.stats().drafted_per_position == alone.stats().drafted_per_position
     assert both.stats().accepted_per_position == alone.stats().accepted_per_position
@@ -190,7 +191,9 @@ def test_all_ranks_bring_states_back_with_their_pages(
 
 @pytest.mark.gpu
 @pytest.mark.deep
-@pytest.mark.parametrize(("proposer", "num_kv_heads"), [("draft_model", 1), ("head", 2)])
+@pytest.mark.parametrize(
+    ("proposer", "num_kv_heads"), [("draft_model", 1), ("shared draft_model", 2), ("head", 2)]
+)
 def test_the_joint_of_two_ranks_is_the_targets(
     proposer: str,
     num_kv_heads: int,
@@ -198,7 +201,7 @@ def test_the_joint_of_two_ranks_is_the_targets(
     tmp_path: Path,
     start: Callable[[EngineConfig], Engine],
 ) -> None:
-    """A head reads hidden states, which are whole on the first rank, as a draft is, which has
+    """A head reads hidden states, which are whole on the first rank, as a draft may be, which has
     another vocabulary here. Of one KV head both ranks have a copy.
     """
     sizes = {"vocab_size": 4, "scale": 0.15}
@@ -216,7 +219,7 @@ def test_the_joint_of_two_ranks_is_the_targets(
             target_ids=(-1, 3, -1, 0, 1, -1, -1), read_as=(3, 4, 2, 1), share_of_text=0.75
         )
         config = replace(config, draft=replace(config.draft, vocabulary=vocabulary))
-    engine = start(config)
+    engine = start(with_shared_draft(config) if proposer == "shared draft_model" else config)
     params = SamplingParams(max_tokens=4, verification="token")
     truth = joint(target, [2, 0, 3], params)
     counts = sample(engine, [2, 0, 3], params, max_k=3, n=2400)
@@ -287,25 +290,29 @@ def test_all_ranks_are_batch_invariant_or_none(
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="counts what stands in for graphs")
 def test_no_graph_is_left_when_the_group_ends(
-    tiny_model: Tiny, start: Callable[[EngineConfig], Engine], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Tiny,
+    draft: Path,
+    start: Callable[[EngineConfig], Engine],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """NCCL would wait for it for ever."""
     left: list[dict[Any, Any]] = []
     destroy = group_module.dist.destroy_process_group
 
     with without_gpu():
-        engine = start(engine_config(tiny_model(), max_num_seqs=2))
-        target = engine.worker.pair.target
+        engine = start(with_shared_draft(engine_config(tiny_model(), draft, max_num_seqs=2)))
+        networks = engine.worker.pair.on_all_ranks
         engine.worker.capture(ignore_progress)
-        assert target.captured
+        assert len(networks) == 2
+        assert all(network.captured for network in networks)
 
         def noted() -> None:
-            left.append(target.captured)
+            left.extend(network.captured for network in networks)
             destroy()
 
         monkeypatch.setattr(group_module.dist, "destroy_process_group", noted)
         engine.worker.close()
-    assert left == [{}]
+    assert left == [{}, {}]
 
 
 @pytest.mark.parametrize(
@@ -361,7 +368,7 @@ def test_peer_memory_is_left_alone_if_one_rank_has_none(
 def test_pages_are_as_many_as_the_rank_with_the_least_room_has(
     tiny_model: Tiny, start: Callable[[EngineConfig], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_share, "left_bytes", lambda *_args, **_more: 100_000)
+    monkeypatch.setattr(own_shares, "left_bytes", lambda *_args, **_more: 100_000)
     worker = start(engine_config(tiny_model())).worker
     of_the_other = worker.fewest_pages(10**6)
     assert 0 < of_the_other < 1000

@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from engines import engine_config
+from heads import save_tiny_head
 from quantised import quantise, quantise_experts
 from tiny_models import DEVICE, Tiny
-from two_ranks import shared
+from two_ranks import shared, with_shared_draft
 
 from outrider.engine.config import ConfigError, EngineConfig
 from outrider.engine.engine import Engine
@@ -98,3 +100,32 @@ def test_ranks_have_gpus_of_one_kind(
     found = admission.why_not_these_gpus(2, torch.device("cuda"))
     assert (found or "").startswith(reason or "")
     assert (found is None) == (reason is None)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "draft", "reason"),
+    [
+        (1, 2, {}, "target.tensor_parallel is 1, and a draft is whole on the first of its ranks"),
+        (4, 2, {}, "target.tensor_parallel is 4, .* leave it out, or set both to one number"),
+        (2, 4, {}, "target.tensor_parallel is 2, .* leave it out, or set both to one number"),
+        (2, 2, {"architecture": "gemma2"}, "the draft runs as transformers has it .*: leave it"),
+        (2, 2, {"intermediate_size": 63}, "does not divide intermediate_size 63: leave it out"),
+        (2, 2, None, "only a draft model can be shared, and this is a head: leave it out"),
+    ],
+)
+def test_a_draft_that_cannot_be_shared_is_refused_at_once(
+    ranks: int,
+    size: int,
+    draft: dict[str, Any] | None,
+    reason: str,
+    tiny_model: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(followers, "Followers", None)
+    monkeypatch.setattr(pair, "load_network", None)
+    target = tiny_model(num_key_value_heads=4)
+    path = save_tiny_head(tmp_path, target) if draft is None else tiny_model(**draft)
+    config = with_shared_draft(shared(engine_config(target, path), ranks), size)
+    with pytest.raises(ConfigError, match=rf"^draft\.tensor_parallel is {size}, but .*{reason}"):
+        Engine(config)

@@ -1,4 +1,4 @@
-"""A follower's share of the target, with its pages: what rank 0 has it do."""
+"""A follower's shares of target and draft, with their pages: what rank 0 has it do."""
 
 from functools import cached_property, partial
 from typing import Any
@@ -16,23 +16,23 @@ from ..models.decoder import Decoder
 from ..models.groups import LayerGroup, grouped
 from ..models.host_pages import HostPages, host_pages_of
 from ..models.network import short_batches
-from ..models.pair import load_target
+from ..models.pair import load_shares
 from ..state.phase import Shape
 from ..state.slots import Slots
 from .group import RankGroup, path_of
 from .shared_decoder import SharedDecoder
 
 
-class OwnShare:
-    """The share of the target of one follower."""
+class OwnShares:
+    """The share of the target, and that of the draft if ranks share it, of one follower."""
 
-    target: SharedDecoder
+    networks: list[SharedDecoder]  # the target first
     slots: Slots
     host_pages: HostPages
 
     def __init__(self, settings: dict[str, Any]) -> None:
         """Load it. `settings` is the line from `Followers`."""
-        target = ModelConfig(**settings["target"])
+        target, draft = ModelConfig(**settings["target"]), settings["draft"]
         rank, self.device = settings["rank"], torch.device(settings["device"])
         self._utilization = settings["gpu_memory_utilization"]
         if self.device.type == "cuda":
@@ -41,38 +41,42 @@ class OwnShare:
         set_threads(settings["num_threads"], target.tensor_parallel, self.device)
         config = EngineConfig(
             target=target,
+            draft=draft and ModelConfig(**draft),
             device=str(self.device),
             max_model_len=settings["max_model_len"],
             batch_invariant=settings["batch_invariant"],
             cache=CacheConfig(dtype=settings["cache_dtype"]),
         )
         self._group = RankGroup(rank, target.tensor_parallel)
-        self._loaded = load_target(config, rank=rank)
-        self._max_model_len = config.max_model_len or self._loaded.max_positions
+        self._loaded = load_shares(config, rank=rank)
+        self._max_model_len = config.max_model_len or self._loaded[0].max_positions
         self._num_bytes = self._step_bytes = 0
 
     @property
     def batch_invariant(self) -> bool:
-        return self._loaded.batch_invariant
+        return self._loaded[0].batch_invariant
 
     def join(self, meeting_fd: int, *, keep_bits: bool) -> None:
         """`keep_bits`: whether rows of the target are to be batch-invariant, as all ranks can
         have it.
         """
         if not keep_bits:
-            make_batch_dependent(self._loaded)
+            make_batch_dependent(self._loaded[0])
         self._group.join(path_of(meeting_fd), self.device)
-        assert isinstance(self._loaded, Decoder)
-        self.target = SharedDecoder(self._loaded, self._group)
+        self.networks = []
+        for network in self._loaded:
+            assert isinstance(network, Decoder)
+            self.networks.append(SharedDecoder(network, self._group))
 
     @torch.inference_mode()
-    def copy_states(self, copies_np: np.ndarray) -> None:
+    def copy_states(self, number: int, copies_np: np.ndarray) -> None:
         """Shape: [copies, 2]"""
-        self.target.copy_states([(source, to) for source, to in copies_np.tolist()])
+        copies = [(source, target) for source, target in copies_np.tolist()]
+        self.networks[number].copy_states(copies)
 
     @torch.inference_mode()
-    def run(self, shape: Shape, integers_np: np.ndarray) -> None:
-        self.target.phase(integers_np, shape)
+    def run(self, number: int, shape: Shape, integers_np: np.ndarray) -> None:
+        self.networks[number].phase(integers_np, shape)
 
     def bind(self, numbers: list[int]) -> None:
         """Allocate slots and pages; `numbers` as `Followers.bind` sends them."""
@@ -83,13 +87,14 @@ class OwnShare:
             num_seqs, max_len, max_drafts, page_size, self.device, vocab_size, max_drawn,
             len(num_pages), num_kept,
         )  # fmt: skip
-        self.target.bind_slots(self.slots)
+        for network in self.networks:
+            network.bind_slots(self.slots)
         for group in self._layers:
             group.free()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self._num_bytes = 0
-        # Of rank 0's groups, those of its draft come last.
+        # Of rank 0's groups, those of a draft that it has alone come last.
         for i, (group, num) in enumerate(zip(self._layers, num_pages, strict=False)):
             group.bind(i, num, page_size)
             self._num_bytes += num * page_size * group.spec.bytes_per_token
@@ -97,12 +102,12 @@ class OwnShare:
     @cached_property
     def _layers(self) -> list[LayerGroup]:
         """As rank 0 groups them: slots may have room for less than the longest sequence."""
-        return grouped([self.target], self._max_model_len)
+        return grouped(self.networks, self._max_model_len)
 
     def allocate_host(self, numbers: list[int]) -> None:
         """`numbers` as `Followers.share_host_pages` sends them."""
         page_size, state_bytes, *num_pages = numbers
-        states = self.target if state_bytes else None
+        states = self.networks[0] if state_bytes else None
         self.host_pages = host_pages_of(self.device)(
             self._layers, num_pages, page_size, self.device, states, state_bytes
         )
@@ -122,8 +127,8 @@ class OwnShare:
         with self._group.apart():
             compile_together(
                 [
-                    partial(self.target.rehearse, num_rows, 1),
-                    *(partial(self.target.rehearse_short, *batch) for batch in short),
+                    *(partial(each.rehearse, num_rows, 1) for each in self.networks),
+                    *(partial(each.rehearse_short, *b) for each in self.networks for b in short),
                 ],
                 self.device,
             )
