@@ -1,8 +1,5 @@
 """Which tokens a grammar allows a sequence next. Another process does the parsing."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-
 import numpy as np
 
 from .grammar_messages import GrammarAnswer, Question
@@ -69,10 +66,6 @@ class Grammar:
         num_same = [*(a == b for a, b in pairs), False].index(False)
         self.drafts, self.masks = token_ids, self.masks[: num_same + 1]
 
-    def fits_question(self, token_ids: list[int]) -> Question:
-        """Asks how many of these tokens may follow the known ones."""
-        return self._question(token_ids, fits=True)
-
     def few_allowed(self, most: int = 16) -> list[int]:
         """The tokens that may come after the drafts, by the last mask, if there are few of them and
         the text cannot end there; else none.
@@ -91,11 +84,8 @@ class Grammar:
             self._error = answer.error
             self.set_drafts(token_ids[: answer.num_fitting])
 
-    def next_question(self) -> Question:
-        """Asks what may follow `len(masks)` drafts."""
-        return self._question(self.drafts[: len(self.masks)], fits=False)
-
-    def _question(self, drafts: list[int], *, fits: bool) -> Question:
+    def question(self, drafts: list[int], *, fits: bool) -> Question:
+        """Asks what may follow these drafts or, if `fits`, how many of them may follow."""
         known, self._unsent = self._unsent, []
         return Question(self._sequence, known, drafts, fits)
 
@@ -118,7 +108,7 @@ def compute_masks(grammars: list[Grammar]) -> None:
     """Compute the next mask of each grammar, after one draft more, in parallel."""
     if not grammars:
         return
-    answers = _ask_all(grammars, [grammar.next_question for grammar in grammars])
+    answers = _ask_all(grammars, [g.drafts[: len(g.masks)] for g in grammars], fits=False)
     masks = np.zeros((len(grammars), grammars[0].num_words), dtype=np.int32)
     for grammar, mask, answer in zip(grammars, masks, answers, strict=True):
         grammar.add_mask(mask, answer)
@@ -128,21 +118,24 @@ def fit_drafts(grammars: list[Grammar], drafts: list[list[int]]) -> None:
     """Cut the drafts of each sequence to those that its grammar allows, in parallel."""
     for grammar in grammars:
         grammar.set_drafts([])
-    questions = [partial(g.fits_question, ids) for g, ids in zip(grammars, drafts, strict=True)]
-    for grammar, ids, answer in zip(grammars, drafts, _ask_all(grammars, questions), strict=True):
+    answers = _ask_all(grammars, drafts, fits=True)
+    for grammar, ids, answer in zip(grammars, drafts, answers, strict=True):
         grammar.add_drafts(ids, answer)
 
 
 def _ask_all(
-    grammars: list[Grammar], questions: Sequence[Callable[[], Question]]
+    grammars: list[Grammar], drafts: list[list[int]], *, fits: bool
 ) -> list[GrammarAnswer | None]:
-    """The answers of all processes, which work at the same time; None: it has failed."""
+    """The answers of all processes, which work at the same time; None: it has failed.
+
+    `drafts` and `fits` are as in `Grammar.question`.
+    """
     asking: dict[GrammarProcess, list[int]] = {}
     for i, grammar in enumerate(grammars):
         if grammar.error is None:
             asking.setdefault(grammar.process, []).append(i)
     for process, rows in asking.items():
-        process.ask([questions[i]() for i in rows])
+        process.ask([grammars[i].question(drafts[i], fits=fits) for i in rows])
     answers: dict[int, GrammarAnswer] = {}
     for process, rows in asking.items():
         answers |= zip(rows, process.answers(), strict=False)  # no answers if the process died
