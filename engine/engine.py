@@ -64,11 +64,11 @@ class Engine:
         self._config = config = worker.config
         pair = worker.pair
         self._grammars = _grammar_compiler(config, pair.vocab_size)
-        self._in_flight: LaunchedStep | None = None  # launched, not read yet
         self._pace = Pace()
         self._read_s = 0.0  # when the last step was read; the device began the next one then
         loaded_s = time.perf_counter()
-        self._begin(*make_ready(worker, config, report))
+        self._num_pages, self._max_model_len = make_ready(worker, config, report)
+        self.start_over()
         report("ready", 1, 1)
         self._load_s, self._warm_up_s = loaded_s - start_s, 0.0
         self.count_warm_up(time.perf_counter() - loaded_s)
@@ -92,7 +92,7 @@ class Engine:
             batch_invariant=pair.target.batch_invariant,
             draft_dtype=_dtype_name(draft) if draft else None,
             vocab_size=pair.vocab_size,
-            max_model_len=self.sequences.max_model_len,
+            max_model_len=self._max_model_len,
             num_pages=memory.num_usable_pages,
             page_size_tokens=pair.page_size,
             cache_bytes=worker.budget.num_bytes(memory.num_pages),
@@ -112,20 +112,17 @@ class Engine:
             pid=os.getpid(),
         )
 
-    def _begin(
-        self,
-        num_pages: int,
-        max_model_len: int,
-        *,
-        price: Price | None = None,
-        is_learning: bool = False,
-    ) -> None:
+    def start_over(self, *, price: Price | None = None, is_learning: bool = False) -> None:
+        """Schedule from nothing, over empty pages, with what is known of the `price` of steps.
+
+        `is_learning`: only dummies will come, whose drafts need not be good.
+        """
         config, slots, pair = self._config, self.worker.slots, self.worker.pair
         budget = self.worker.budget
-        self._in_flight = None
+        self._in_flight: LaunchedStep | None = None  # launched, not read yet
         memory = DeviceMemory(
             budget.specs,
-            budget.of_groups(num_pages),
+            budget.of_groups(self._num_pages),
             pair.page_size,
             pair.caches_prefixes,
             has_head=pair.head is not None,
@@ -135,10 +132,10 @@ class Engine:
         )
         adaptive = None
         if slots.max_drafts > 0 and config.speculation.adaptive:
-            stops_early = self.worker.proposer.stops_early
+            draws = self.worker.proposer.draws
             adaptive = AdaptiveSpeculation(
                 slots.max_drawn,
-                stops_early=stops_early,
+                stops_early=draws is not None and draws.stops_early,
                 ranks=self.worker.ranking is not None,
                 falls_behind=pair.head is None,
                 price=Price(lru_cache(4096)(pair.target.padded)) if price is None else price,
@@ -146,7 +143,7 @@ class Engine:
         self.sequences = Sequences(
             config.scheduler,
             memory,
-            max_model_len=max_model_len,
+            max_model_len=self._max_model_len,
             max_drafts=slots.max_drafts,
             max_drawn=slots.max_drawn,
             max_verified=slots.max_verified,
@@ -162,14 +159,6 @@ class Engine:
         if not places:
             return None
         return KeptStates(places, self.worker.pair.page_size, cache.state_interval_tokens)
-
-    def start_over(self, *, price: Price | None = None, is_learning: bool = False) -> None:
-        """Schedule from nothing, over empty pages, with what is known of the `price` of steps.
-
-        `is_learning`: only dummies will come, whose drafts need not be good.
-        """
-        num_pages, max_model_len = self.sequences.memory.num_pages, self.sequences.max_model_len
-        self._begin(num_pages, max_model_len, price=price, is_learning=is_learning)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
@@ -230,7 +219,7 @@ class Engine:
         ids = {new.request_id for new in requests}
         if len(ids) < len(requests) or not ids.isdisjoint(self.sequences.by_id):
             raise InvalidRequestError("request_id: it is in use already")
-        max_model_len, vocab_size = self.sequences.max_model_len, self.worker.pair.vocab_size
+        max_model_len, vocab_size = self._max_model_len, self.worker.pair.vocab_size
         eos_token_ids = self._config.eos_token_ids
         for new in requests:
             check_request(new, max_model_len, vocab_size, eos_token_ids)

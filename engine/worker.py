@@ -34,6 +34,7 @@ from .proposers import build_proposer
 from .ranks.admission import check_ranks
 from .ranks.followers import Followers
 from .ranks.wire import Op
+from .scoring.logprobs import read_prompt_logprobs
 from .scoring.ranking import Ranking
 from .scoring.scorer import Scorer
 from .scoring.verifier import Verifier
@@ -122,13 +123,13 @@ class Worker:
         self.edits = LogitEdits(self.slots)
         self.proposer = build_proposer(config, self.slots, self.edits, self.pair)
         self.scorer = Scorer(self.pair.target, self.slots.vocab_size)
-        self.verifier = Verifier(self.slots, self.edits, self.proposer.distributions)
-        log_odds, target = self.proposer.log_odds, self.pair.target
+        draws, target = self.proposer.draws, self.pair.target
+        self.verifier = Verifier(self.slots, self.edits, draws.distributions if draws else None)
         is_alone = self.followers is None  # ranks agree on a number of threads once
         # The others of a target get what the host knows of a step.
         self.ranking: Ranking | None = None
-        if is_alone and log_odds is not None:
-            self.ranking = Ranking(self.slots, log_odds)
+        if is_alone and draws is not None and draws.log_odds is not None:
+            self.ranking = Ranking(self.slots, draws.log_odds)
         counts = alike_thread_counts(target) if self.device.type == "cpu" and is_alone else ()
         self._cpu_share = CPUShare(counts)
         self._is_compiled = isinstance(target, CompiledDecoder)
@@ -156,7 +157,8 @@ class Worker:
         target = self.pair.target
         num_rows = 2 * (self.slots.max_drafts + 1)
         logits = torch.zeros(num_rows, target.vocab_size, dtype=target.dtype, device=self.device)
-        warm_ups = (*self.verifier.warm_ups(logits), *self.proposer.warm_ups())
+        draws = self.proposer.draws
+        warm_ups = (*self.verifier.warm_ups(logits), *(draws.warm_ups() if draws else ()))
         if self.ranking is not None:
             warm_ups = *warm_ups, self.ranking.warm_up
         launches = *warm_ups, self.rehearse, *self.short_steps()
@@ -316,5 +318,5 @@ class Worker:
             step.end.synchronize()
         if step.begin is not None and step.drafted is not None:
             step.drafting_s = step.begin.elapsed_time(step.drafted) / 1e3
-        self.scorer.read(step.plan)
+        read_prompt_logprobs(step.plan)
         self.verifier.read(step.plan, step.drawn)

@@ -2,13 +2,12 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outrider.kernels.verify.sampling import STATE_LOG_Z
 
@@ -18,7 +17,6 @@ from ..plan import Plan, Wish
 from ..request import Request
 from ..state.host_copy import uploaded
 from ..state.phase import Phase
-from ..state.slots import DraftDistributions
 from .draws import Draws
 
 log = logging.getLogger(__name__)
@@ -98,7 +96,7 @@ class Source(ABC):
 class Proposer:
     """Each sequence is drafted for by the source that the plan names, or by a model.
 
-    At most one source draws its drafts. `distributions` holds what they were drawn from.
+    At most one source draws its drafts, with `draws`; a model or head.
     A source that fails leaves its sequences to the others, and the log has its first failure.
     """
 
@@ -106,21 +104,7 @@ class Proposer:
         self.sources = list(sources)
         self._failed: set[SourceName] = set()
         self._model = next((source for source in sources if source.draws), None)
-        self._draws: Draws | None = self._model.draws if self._model else None
-
-    @property
-    def distributions(self) -> DraftDistributions | None:
-        return self._draws.distributions if self._draws else None
-
-    @property
-    def log_odds(self) -> Tensor | None:
-        """How sure the distributions of drafts are, if that is known: see Draws."""
-        return self._draws.log_odds if self._draws else None
-
-    @property
-    def stops_early(self) -> bool:
-        """Whether it heeds the plan's `least_chance`."""
-        return self._draws is not None and self._draws.stops_early
+        self.draws: Draws | None = self._model.draws if self._model else None
 
     def can_draft(self, requests: list[Request]) -> list[Request]:
         """As `Source.can_draft`, of the model or head, which alone draws its drafts."""
@@ -222,8 +206,8 @@ class Proposer:
 
     def _mark_one_hot(self, slots: list[int]) -> None:
         """The drafts of these slots were not drawn from what is kept there."""
-        if self._draws is not None and slots:
-            log_z = self._draws.distributions.state[..., STATE_LOG_Z]
+        if self.draws is not None and slots:
+            log_z = self.draws.distributions.state[..., STATE_LOG_Z]
             log_z.index_fill_(0, uploaded(torch.tensor(slots).numpy(), log_z.device), torch.nan)
 
     def follow(self, plan: Plan, scored: Pass) -> None:
@@ -237,7 +221,3 @@ class Proposer:
         for source in self._of(request):
             with self._may_fail(source):
                 source.forget(request)
-
-    def warm_ups(self) -> Iterator[Callable[[], Tensor]]:
-        """Dummy draws that together launch every sampling kernel."""
-        return self._draws.warm_ups() if self._draws else iter(())

@@ -7,7 +7,7 @@ from ..api import MAX_LOGPROBS
 from ..models.network import Network, Pass
 from ..plan import MAX_PROMPT_LOGITS, Plan, slots_of
 from ..state.batch import HostBatch
-from .logprobs import gather, read_prompt_logprobs, score_prompts
+from .logprobs import gather, score_prompts
 
 
 class Scorer:
@@ -58,7 +58,3 @@ class Scorer:
             logits = score_prompts(plan, scored.logits, num_logits_np, self._vocab_size)
             return scored._replace(logits=logits)
         return scored
-
-    def read(self, plan: Plan) -> None:
-        """Enter the prompt logprobs in the plan of a step that has ended."""
-        read_prompt_logprobs(plan)

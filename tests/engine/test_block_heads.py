@@ -82,8 +82,9 @@ def test_drafts_are_ranked_by_what_the_confidence_head_says(
             if k > 0:
                 (states,) = truth.states([tokens])
                 expected = torch.logit(plain.confidence(states, tokens, drafts)[:k].float())
-                assert proposer.log_odds is not None
-                got = proposer.log_odds[scheduled.slot, :k].cpu()
+                assert proposer.draws is not None
+                assert proposer.draws.log_odds is not None
+                got = proposer.draws.log_odds[scheduled.slot, :k].cpu()
                 torch.testing.assert_close(got, expected.cpu(), rtol=1e-3, atol=1e-3)
                 num_seen += k
         return counts

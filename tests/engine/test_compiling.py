@@ -29,11 +29,11 @@ def test_warming_up_touches_no_sequence(tiny_model: Callable[..., Path], propose
     state.token_ids.random_(90)
     state.num_tokens.random_(9)
     before = [field[:2].clone() for field in (state.token_ids, state.num_tokens)]
-    model = engine.worker.pair.target
+    model, draws = engine.worker.pair.target, engine.worker.proposer.draws
     logits = torch.zeros(2 * 3, model.vocab_size, dtype=model.dtype, device=DEVICE)
     with torch.inference_mode():
         for warm_up in [
-            *engine.worker.proposer.warm_ups(),
+            *(draws.warm_ups() if draws else ()),
             *engine.worker.verifier.warm_ups(logits),
         ]:
             warm_up()

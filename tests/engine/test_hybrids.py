@@ -17,9 +17,9 @@ from tiny_models import DEVICE, VOCAB, Tiny
 from outrider.engine import seats
 from outrider.engine.api import ignore_progress
 from outrider.engine.engine import Engine
-from outrider.engine.measuring import OutOfDeviceMemoryError
 from outrider.engine.models.groups import LayerGroup
 from outrider.engine.models.pair import ModelPair
+from outrider.engine.start_up import OutOfDeviceMemoryError
 
 K = 4
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from outrider.engine import measuring, seats
+from outrider.engine import seats, start_up
 from outrider.engine.api import SamplingParams, ignore_progress
 from outrider.engine.engine import Engine
 from outrider.engine.models.attention import ForwardBatch, KVPages, PagedAttention
@@ -104,7 +104,7 @@ def test_no_sequence_is_longer_than_slots_if_memory_is_freed_after_they_were_mad
     config = engine_config(target, num_pages=None, max_num_seqs=2)
     bytes_per_token = ModelPair(config, ignore_progress).groups[0].spec.bytes_per_token
     monkeypatch.setattr(seats, "left_for_caches", lambda _: 1000 * bytes_per_token)
-    monkeypatch.setattr(measuring, "left_for_caches", lambda _: 5000 * bytes_per_token)
+    monkeypatch.setattr(start_up, "left_for_caches", lambda _: 5000 * bytes_per_token)
     engine = Engine(config)
     assert engine.info.max_model_len == engine.worker.slots.max_model_len == 1000
     set_ = replace(config, max_model_len=2000)

@@ -18,11 +18,11 @@ from outrider.engine.api import NewRequest, SamplingParams
 from outrider.engine.config import EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.gpu_memory import OutOfDeviceMemoryError, left_bytes
-from outrider.engine.measuring import naming_what_to_lower
 from outrider.engine.models.groups import LayerGroup
 from outrider.engine.plan import Plan
 from outrider.engine.scoring import edited_sequences, scorer, verifier
 from outrider.engine.seats import seated
+from outrider.engine.start_up import naming_what_to_lower
 from outrider.engine.state import slots
 from outrider.engine.state.batch import HostBatch
 from outrider.engine.state.phase import padded_sizes

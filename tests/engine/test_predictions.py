@@ -282,7 +282,7 @@ def test_predicted_drafts_are_not_verified_as_drawn_before(
     engine = Engine(engine_config(target, draft, k=K, max_num_seqs=1))
     params = SamplingParams(max_tokens=9, seed=1)
     run(engine, [PROMPT], params)
-    draws = engine.worker.proposer._draws
+    draws = engine.worker.proposer.draws
     assert draws is not None
     log_z = draws.distributions.state[..., STATE_LOG_Z]  # [num_slots, k]
     assert log_z[0].isfinite().any()
