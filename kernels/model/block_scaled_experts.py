@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from .._dispatch import num_programs, uses_triton
-from ..triton_or_none import TensorDescriptor, gl, gluon, hopper, tl, triton
-from .block_scaled_product import BLOCK_ROWS, failed, sums_of_share
+from ..triton_or_none import gl, gluon, hopper, tl, triton
+from .block_scaled_product import failed, sums_of_share
 from .expert_matrix import Activation, ExpertMatrix, Glu
+from .many_rows_tiles import BLOCK_ROWS
 from .narrow_matrix import NarrowMatrix, RowFormat
 from .routing import Routing
 from .row_codes import RowCodes, Rows, codes_of_groups
 from .silu_mul import limited_glu
-from .warpgroups import barriers_of, has_warpgroups
+from .warpgroups import barriers_of, descriptor_of, has_warpgroups
 
 mbarrier, tma = hopper.mbarrier, hopper.tma
 
@@ -111,9 +112,8 @@ def _launch(
     assert (matrix.group, matrix.rows, layer.bias) == (_GROUP.value, _OUTS.value, None)
     assert tiles.pairs.shape[1] == _PAIRS.value
     assert some.start % _OUTS.value == len(some) % _OUTS.value == 0
-    layout = gl.NVMMASharedLayout(128, 8)
-    x_codes = TensorDescriptor.from_tensor(x.codes, [_ROWS.value, _GROUP.value], layout)
-    codes = TensorDescriptor.from_tensor(matrix.codes, [_OUTS.value, _GROUP.value], layout)
+    x_codes = descriptor_of(x.codes, _ROWS.value)
+    codes = descriptor_of(matrix.codes, _OUTS.value)
     num_programs_ = min(
         num_programs(matrix.codes.device, 1), len(tiles.experts) * len(some) // _OUTS.value
     )

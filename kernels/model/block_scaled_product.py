@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 
 from .._dispatch import num_programs
-from ..triton_or_none import TensorDescriptor, gl, gluon, hopper, triton
+from ..triton_or_none import gl, gluon, hopper, triton
+from .many_rows_tiles import BLOCK_ROWS, ROWS, copy_tiles, tiles_of
 from .narrow_matrix import NarrowMatrix
 from .row_codes import RowCodes
 from .silu_mul import silu
 from .tiles import tile_of_program
-from .warpgroups import barriers_of, has_warpgroups
+from .warpgroups import descriptor_of, has_warpgroups
 
-mbarrier, tma = hopper.mbarrier, hopper.tma
+mbarrier = hopper.mbarrier
 
-BLOCK_ROWS = 128  # of a program, half of them of each warpgroup
-_ROWS = gl.constexpr(BLOCK_ROWS // 2)
 _GROUP = gl.constexpr(128)  # inputs that share a scale
 _OUTS = gl.constexpr(128)  # outputs that share a scale: the rows of the matrix in a tile
 _HALF = gl.constexpr(64)  # of them, which are copied at once; if gated, the others are of `up`
@@ -52,11 +51,7 @@ def block_scaled_product(
 ) -> None:  # fmt: skip
     """As `scaled_product`, by a matrix that it `is_for`. Shape: out [T, N] or, gated, [T, N / 2]"""
     num_rows, num_out = out.shape
-    tile = [_HALF.value, _GROUP.value]
-    x_codes, codes = (
-        TensorDescriptor.from_tensor(each, tile, gl.NVMMASharedLayout(128, 8))
-        for each in (x.codes, matrix.codes)
-    )
+    x_codes, codes = (descriptor_of(each, _HALF.value) for each in (x.codes, matrix.codes))
     outs = _HALF.value if gated else _OUTS.value
     num_tiles = triton.cdiv(num_rows, BLOCK_ROWS) * triton.cdiv(num_out, outs)
     _block_scaled_kernel[(min(num_programs(matrix.codes.device, 1), num_tiles),)](
@@ -68,40 +63,11 @@ def block_scaled_product(
 
 
 @gluon.jit
-def _copy(
-    x_codes, codes, x_parts, parts, has, free, num_rows, num_out, num_groups,
-    STAGES: gl.constexpr, GATED: gl.constexpr,
-):  # fmt: skip
-    """Have the codes of all tiles copied, group by group. One warp."""
-    OUTS: gl.constexpr = _HALF if GATED else _OUTS
-    num_m, num_n = gl.cdiv(num_rows, 2 * _ROWS), gl.cdiv(num_out, OUTS)
-    step = 0
-    for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
-        row_block, block = tile_of_program(tile, num_m, num_n, _TOGETHER)
-        # If gated, the second half holds the rows of `up` that match the gate's rows.
-        half = num_out if GATED else _HALF
-        for group in range(num_groups):
-            stage, phase = step % STAGES, step // STAGES & 1
-            mbarrier.wait(free.index(stage), phase ^ 1)
-            mbarrier.expect(has.index(stage), (2 * _ROWS + _OUTS) * _GROUP)
-            for i in gl.static_range(2):
-                tma.async_copy_global_to_shared(
-                    x_codes, [(2 * row_block + i) * _ROWS, group * _GROUP], has.index(stage),
-                    x_parts.index(2 * stage + i),
-                )  # fmt: skip
-                tma.async_copy_global_to_shared(
-                    codes, [block * OUTS + i * half, group * _GROUP], has.index(stage),
-                    parts.index(2 * stage + i),
-                )  # fmt: skip
-            step += 1
-
-
-@gluon.jit
 def _start(WHICH: gl.constexpr, step, tiles, has, STAGES: gl.constexpr, ACC: gl.constexpr):
     """Have a group multiplied once it is there."""
     x_tiles, w_tiles = tiles
     stage, phase = step % STAGES, step // STAGES & 1
-    none = gl.zeros([_ROWS, _OUTS], gl.float32, ACC)
+    none = gl.zeros([ROWS, _OUTS], gl.float32, ACC)
     mbarrier.wait(has.index(stage), phase)
     return hopper.warpgroup_mma(
         x_tiles.index(2 * stage + WHICH), w_tiles.index(stage).permute((1, 0)), none,
@@ -139,7 +105,7 @@ def sums_of_share(
     STAGES: gl.constexpr, GATED: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Products over the groups from `first` on: one is under way while that before is scaled."""
-    total = gl.zeros([_ROWS, _OUTS], gl.float32, ACC)
+    total = gl.zeros([ROWS, _OUTS], gl.float32, ACC)
     for group in range(first, first + num_groups, 2):
         # They are multiplied after the products begin: a warp would wait for them before, and
         # nothing be under way.
@@ -170,13 +136,13 @@ def _multiply(
     WHOLE: gl.constexpr = ACC if GATED or SPLITS > 1 else STORED
     OUTS: gl.constexpr = _HALF if GATED else _OUTS
     out_ptr, x_scale_ptr, scale_ptr, bias_ptr = pointers
-    num_m, num_n = gl.cdiv(num_rows, 2 * _ROWS), gl.cdiv(num_out, OUTS)
+    num_m, num_n = gl.cdiv(num_rows, 2 * ROWS), gl.cdiv(num_out, OUTS)
     share = num_groups // SPLITS
     step = 0
     for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
         row_block, block = tile_of_program(tile, num_m, num_n, _TOGETHER)
-        first_row, first_out = (2 * row_block + WHICH) * _ROWS, block * OUTS
-        m = first_row + gl.arange(0, _ROWS, gl.SliceLayout(1, ACC))
+        first_row, first_out = (2 * row_block + WHICH) * ROWS, block * OUTS
+        m = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
         is_row = m < num_rows
         scales_at = (
             x_scale_ptr + m * num_groups, scale_ptr + first_out // _OUTS,
@@ -188,7 +154,7 @@ def _multiply(
         )  # fmt: skip
         total = gl.convert_layout(total, WHOLE)
 
-        m = (first_row + gl.arange(0, _ROWS, gl.SliceLayout(1, STORED)))[:, None]
+        m = (first_row + gl.arange(0, ROWS, gl.SliceLayout(1, STORED)))[:, None]
         n = (first_out + gl.arange(0, OUTS, gl.SliceLayout(0, STORED)))[None, :]
         out_at = out_ptr + m.to(gl.int64) * num_out + n
         mask = (m < num_rows) & (n < num_out)
@@ -211,7 +177,7 @@ def _multiply(
             bias = gl.load(bias_ptr + weight_row, mask=first_out + i % OUTS < num_out, other=0.0)
             total += bias.to(gl.float32)[None, :]
         if GATED:
-            gate, up = gl.split(gl.permute(gl.reshape(total, [_ROWS, 2, _HALF]), (0, 2, 1)))
+            gate, up = gl.split(gl.permute(gl.reshape(total, [ROWS, 2, _HALF]), (0, 2, 1)))
             total = silu(gate) * up
         total = gl.convert_layout(total.to(out_ptr.dtype.element_ty), STORED)
         gl.store(out_at, total, mask=mask)
@@ -236,18 +202,15 @@ def _block_scaled_kernel(
     ADDS: gl.constexpr,
 ):
     """Each program strides over the tiles, all its warps in step."""
-    CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8)
-    code: gl.constexpr = gl.float8e4nv
-    x_tiles = gl.allocate_shared_memory(code, [2 * STAGES, _ROWS, _GROUP], CODES)
-    halves = gl.allocate_shared_memory(code, [2 * STAGES, _HALF, _GROUP], CODES)
+    copied = tiles_of(gl.float8e4nv, _GROUP, STAGES, _OUTS)
+    x_tiles, _, w_tiles, has, free = copied
+    tiles = (x_tiles, w_tiles)
     sums = x_tiles  # not used
     if SPLITS > 1:
         sums = gl.allocate_shared_memory(
-            gl.float32, [2, _ROWS, _OUTS], gl.SwizzledSharedLayout(8, 1, 16, [1, 0])
+            gl.float32, [2, ROWS, _OUTS], gl.SwizzledSharedLayout(8, 1, 16, [1, 0])
         )
-    has, free = barriers_of(STAGES, 1), barriers_of(STAGES, 2)  # free of both warpgroups
     hopper.fence_async_shared()
-    tiles = (x_tiles, halves._reinterpret(code, [STAGES, _OUTS, _GROUP], CODES))
     pointers = (out_ptr, x_scale_ptr, scale_ptr, bias_ptr)
     gl.warp_specialize(
         [
@@ -257,9 +220,9 @@ def _block_scaled_kernel(
             (_multiply, (
                 1, pointers, tiles, has, free, sums, num_rows, num_out, num_groups, scale_stride,
                 STAGES, SPLITS, HAS_BIAS, GATED, ADDS)),
-            (_copy, (
-                x_codes, codes, x_tiles, halves, has, free, num_rows, num_out, num_groups,
-                STAGES, GATED)),
+            (copy_tiles, (
+                (x_codes, codes), copied, num_rows, num_out, num_groups, 0, _GROUP, STAGES, _OUTS,
+                0, GATED, _TOGETHER)),
         ],
         [4, 1],
         [240, 24],

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from .._dispatch import num_programs
-from ..triton_or_none import TensorDescriptor, gl, gluon, hopper, triton
+from ..triton_or_none import gl, gluon, hopper, triton
+from .many_rows_tiles import BLOCK_ROWS, ROWS, copy_tiles, tiles_of
 from .narrow_matrix import NarrowMatrix
 from .row_codes import RowCodes
 from .silu_mul import silu
 from .tiles import tile_of_program
-from .warpgroups import barriers_of, has_warpgroups
+from .warpgroups import descriptor_of, has_warpgroups
 
-mbarrier, tma = hopper.mbarrier, hopper.tma
+mbarrier = hopper.mbarrier
 
-BLOCK_ROWS = 128  # of a program, half of them of each warpgroup
-_ROWS = gl.constexpr(BLOCK_ROWS // 2)
 _BLOCK = gl.constexpr(128)  # inputs that are copied at once
 _STORED = gl.constexpr(128)  # outputs that are stored at once
 _WIDE, _NARROW = 256, 128  # rows of the matrix in a tile
@@ -56,10 +55,7 @@ def row_scaled_product(
     most_programs = num_programs(matrix.codes.device, 1)
     outs = _outs(num_rows, num_out, most_programs, num_splits, gated)
     num_tiles = _num_tiles(num_rows, num_out, outs // 2 if gated else outs)
-    x_codes, codes = (
-        TensorDescriptor.from_tensor(each, [rows, _BLOCK.value], gl.NVMMASharedLayout(128, 8))
-        for each, rows in ((x.codes, _ROWS.value), (matrix.codes, outs // 2))
-    )
+    x_codes, codes = descriptor_of(x.codes, ROWS.value), descriptor_of(matrix.codes, outs // 2)
     _row_scaled_kernel[(min(most_programs, num_tiles),)](
         out, x_codes, x.scale, codes, matrix.scale, out if bias is None else bias, num_rows,
         num_out, x.codes.shape[1] // _BLOCK.value // num_splits,
@@ -86,45 +82,13 @@ def _num_tiles(num_rows: int, num_out: int, outs: int) -> int:
 
 
 @gluon.jit
-def _copy(
-    x_codes, codes, x_parts, halves, has, free, num_rows, num_out, share,
-    STAGES: gl.constexpr, OUTS: gl.constexpr, LAST: gl.constexpr, SPLITS: gl.constexpr,
-    GATED: gl.constexpr,
-):  # fmt: skip
-    """Have the codes of all tiles copied, block by block. One warp."""
-    HALF: gl.constexpr = OUTS // 2
-    STORED: gl.constexpr = HALF if GATED else OUTS
-    num_m, num_n = gl.cdiv(num_rows, 2 * _ROWS), gl.cdiv(num_out, STORED)
-    # If gated, the second half holds the rows of `up` that match the gate's rows.
-    half = num_out if GATED else HALF
-    step = 0
-    for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
-        row_block, block = tile_of_program(tile, num_m, num_n, _TOGETHER)
-        for turn in range(SPLITS * share):
-            k = (turn - turn % share + (turn + LAST) % share) * _BLOCK
-            stage, phase = step % STAGES, step // STAGES & 1
-            mbarrier.wait(free.index(stage), phase ^ 1)
-            mbarrier.expect(has.index(stage), (2 * _ROWS + OUTS) * _BLOCK)
-            for i in gl.static_range(2):
-                tma.async_copy_global_to_shared(
-                    x_codes, [(2 * row_block + i) * _ROWS, k], has.index(stage),
-                    x_parts.index(2 * stage + i),
-                )  # fmt: skip
-                tma.async_copy_global_to_shared(
-                    codes, [block * STORED + i * half, k], has.index(stage),
-                    halves.index(2 * stage + i),
-                )  # fmt: skip
-            step += 1
-
-
-@gluon.jit
 def _sums_of_share(
-    WHICH: gl.constexpr, step, share, tiles, has, free, STAGES: gl.constexpr, OUTS: gl.constexpr,
+    WHICH: gl.constexpr, step, share, tiles, STAGES: gl.constexpr, OUTS: gl.constexpr,
     ACC: gl.constexpr,
 ):  # fmt: skip
     """Products of a share, one of which is always under way."""
-    x_tiles, w_tiles = tiles
-    sums = gl.zeros([_ROWS, OUTS], gl.float32, ACC)
+    x_tiles, _, w_tiles, has, free = tiles
+    sums = gl.zeros([ROWS, OUTS], gl.float32, ACC)
     stage = step % STAGES
     mbarrier.wait(has.index(stage), step // STAGES & 1)
     sums = hopper.warpgroup_mma(
@@ -150,7 +114,7 @@ def _sums_of_share(
 
 @gluon.jit
 def _multiply(
-    WHICH: gl.constexpr, pointers, tiles, has, free, num_rows, num_out, share,
+    WHICH: gl.constexpr, pointers, tiles, num_rows, num_out, share,
     STAGES: gl.constexpr, OUTS: gl.constexpr, SPLITS: gl.constexpr, HAS_BIAS: gl.constexpr,
     GATED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
@@ -158,17 +122,17 @@ def _multiply(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTS, 32])
     STORED: gl.constexpr = OUTS // 2 if GATED else OUTS
     out_ptr, x_scale_ptr, scale_ptr, bias_ptr = pointers
-    num_m, num_n = gl.cdiv(num_rows, 2 * _ROWS), gl.cdiv(num_out, STORED)
+    num_m, num_n = gl.cdiv(num_rows, 2 * ROWS), gl.cdiv(num_out, STORED)
     step = 0
     for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
         row_block, block = tile_of_program(tile, num_m, num_n, _TOGETHER)
-        first_row, first_out = (2 * row_block + WHICH) * _ROWS, block * STORED
-        m = first_row + gl.arange(0, _ROWS, gl.SliceLayout(1, ACC))
+        first_row, first_out = (2 * row_block + WHICH) * ROWS, block * STORED
+        m = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
         i = gl.arange(0, OUTS, gl.SliceLayout(0, ACC))
         is_out = first_out + i % STORED < num_out
         weight_row = first_out + i % STORED + i // STORED * num_out
         x_scale = gl.load(x_scale_ptr + m, mask=m < num_rows, other=0.0)[:, None]
-        sums, step = _sums_of_share(WHICH, step, share, tiles, has, free, STAGES, OUTS, ACC)
+        sums, step = _sums_of_share(WHICH, step, share, tiles, STAGES, OUTS, ACC)
         scale = gl.load(scale_ptr + weight_row, mask=is_out, other=0.0).to(gl.float32)[None, :]
         total = sums * scale * x_scale
         if ADDS:
@@ -176,7 +140,7 @@ def _multiply(
             inside = (m < num_rows)[:, None] & is_out[None, :]
             total += gl.load(at, mask=inside, other=0.0).to(gl.float32)
         for _ in gl.static_range(1, SPLITS):
-            sums, step = _sums_of_share(WHICH, step, share, tiles, has, free, STAGES, OUTS, ACC)
+            sums, step = _sums_of_share(WHICH, step, share, tiles, STAGES, OUTS, ACC)
             total += sums * scale * x_scale
         if HAS_BIAS:
             bias = gl.load(bias_ptr + weight_row, mask=is_out, other=0.0)
@@ -195,14 +159,14 @@ def _multiply(
 
 @gluon.jit
 def _in_halves(total, OUTS: gl.constexpr):
-    return gl.split(gl.permute(gl.reshape(total, [_ROWS, 2, OUTS // 2]), (0, 2, 1)))
+    return gl.split(gl.permute(gl.reshape(total, [ROWS, 2, OUTS // 2]), (0, 2, 1)))
 
 
 @gluon.jit
 def _store(values, out_ptr, first_row, first_out, num_rows, num_out):
     """Store [64, 128] outputs."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    m = (first_row + gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT)))[:, None]
+    m = (first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)))[:, None]
     n = (first_out + gl.arange(0, _STORED, gl.SliceLayout(0, LAYOUT)))[None, :]
     at = out_ptr + m.to(gl.int64) * num_out + n
     gl.store(at, gl.convert_layout(values, LAYOUT), mask=(m < num_rows) & (n < num_out))
@@ -228,25 +192,20 @@ def _row_scaled_kernel(
     ADDS: gl.constexpr,
 ):
     """Each program strides over the tiles, all its warps in step."""
-    CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8)
-    code: gl.constexpr = gl.float8e4nv
-    x_tiles = gl.allocate_shared_memory(code, [2 * STAGES, _ROWS, _BLOCK], CODES)
-    halves = gl.allocate_shared_memory(code, [2 * STAGES, OUTS // 2, _BLOCK], CODES)
-    has, free = barriers_of(STAGES, 1), barriers_of(STAGES, 2)  # free of both warpgroups
+    tiles = tiles_of(gl.float8e4nv, _BLOCK, STAGES, OUTS)
     hopper.fence_async_shared()
-    tiles = (x_tiles, halves._reinterpret(code, [STAGES, OUTS, _BLOCK], CODES))
     pointers = (out_ptr, x_scale_ptr, scale_ptr, bias_ptr)
     gl.warp_specialize(
         [
             (_multiply, (
-                0, pointers, tiles, has, free, num_rows, num_out, share, STAGES, OUTS, SPLITS,
-                HAS_BIAS, GATED, ADDS)),
+                0, pointers, tiles, num_rows, num_out, share, STAGES, OUTS, SPLITS, HAS_BIAS,
+                GATED, ADDS)),
             (_multiply, (
-                1, pointers, tiles, has, free, num_rows, num_out, share, STAGES, OUTS, SPLITS,
-                HAS_BIAS, GATED, ADDS)),
-            (_copy, (
-                x_codes, codes, x_tiles, halves, has, free, num_rows, num_out, share, STAGES,
-                OUTS, LAST, SPLITS, GATED)),
+                1, pointers, tiles, num_rows, num_out, share, STAGES, OUTS, SPLITS, HAS_BIAS,
+                GATED, ADDS)),
+            (copy_tiles, (
+                (x_codes, codes), tiles, num_rows, num_out, SPLITS * share, share, _BLOCK, STAGES,
+                OUTS, LAST, GATED, _TOGETHER)),
         ],
         [4, 1],
         [240, 24],

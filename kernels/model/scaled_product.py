@@ -15,7 +15,8 @@ from .._dispatch import num_programs, num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
 from .block_scaled_few_rows import FEW_ROWS, block_scaled_few_rows
-from .block_scaled_product import BLOCK_ROWS, block_scaled_product, is_for
+from .block_scaled_product import block_scaled_product, is_for
+from .many_rows_tiles import BLOCK_ROWS
 from .narrow_matrix import NarrowMatrix
 from .row_codes import RowCodes
 from .row_scaled_few_rows import MOST_ROWS, row_scaled_few_rows

@@ -30,6 +30,7 @@ from outrider.kernels.model import (
     e2m1,
     few_rows_attention,
     few_rows_codes,
+    many_rows_tiles,
     mxfp4_few_rows,
     narrow_numbers,
     prompt_attention,
@@ -63,8 +64,8 @@ _MODULES = {
             dependent_launch,
         ),
         ("_merge_parts_kernel", attention_parts, softmax_sums, attention_blocks, dependent_launch),
-        ("_block_scaled_kernel", block_scaled_product, silu_mul, tiles),
-        ("_row_scaled_kernel", row_scaled_product, silu_mul, tiles),
+        ("_block_scaled_kernel", block_scaled_product, many_rows_tiles, silu_mul, tiles),
+        ("_row_scaled_kernel", row_scaled_product, many_rows_tiles, silu_mul, tiles),
         (
             "_row_scaled_few_rows_kernel",
             row_scaled_few_rows,
@@ -72,7 +73,7 @@ _MODULES = {
             silu_mul,
             dependent_launch,
         ),
-        ("_experts_kernel", block_scaled_experts, block_scaled_product, silu_mul),
+        ("_experts_kernel", block_scaled_experts, block_scaled_product, many_rows_tiles, silu_mul),
         (
             "_block_scaled_few_rows_kernel",
             block_scaled_few_rows,

@@ -1,0 +1,64 @@
+"""What products of many rows share on a Hopper GPU: two warpgroups of 64 rows each, and a warp that
+copies rows and weights into shared memory some blocks of inputs ahead.
+"""
+
+from ..triton_or_none import gl, gluon, hopper
+from .tiles import tile_of_program
+from .warpgroups import barriers_of
+
+mbarrier, tma = hopper.mbarrier, hopper.tma
+
+BLOCK_ROWS = 128  # of a program, half of them of each warpgroup
+ROWS = gl.constexpr(BLOCK_ROWS // 2)
+_BYTES = gl.constexpr(128)  # of a block of inputs
+
+
+@gluon.jit
+def tiles_of(code: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr):
+    """Shared memory of rows, for each warpgroup, and of weights, in halves as they are copied and
+    whole; and barriers: a stage has them, or is free of them for both warpgroups.
+    """
+    CODES: gl.constexpr = gl.NVMMASharedLayout(128, 1024 // BLOCK)
+    x_tiles = gl.allocate_shared_memory(code, [2 * STAGES, ROWS, BLOCK], CODES)
+    halves = gl.allocate_shared_memory(code, [2 * STAGES, OUTS // 2, BLOCK], CODES)
+    w_tiles = halves._reinterpret(code, [STAGES, OUTS, BLOCK], CODES)
+    return x_tiles, halves, w_tiles, barriers_of(STAGES, 1), barriers_of(STAGES, 2)
+
+
+@gluon.jit
+def copy_tiles(
+    descriptors, tiles, num_rows, num_out, num_blocks, share, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, OUTS: gl.constexpr, LAST: gl.constexpr, GATED: gl.constexpr,
+    TOGETHER: gl.constexpr,
+):  # fmt: skip
+    """Have all tiles of a program copied, block by block. One warp.
+
+    Of each share's first blocks LAST come last. TOGETHER is as in `tile_of_program`.
+    """
+    x_rows, weights = descriptors
+    x_tiles, halves, _, has, free = tiles
+    HALF: gl.constexpr = OUTS // 2
+    STORED: gl.constexpr = HALF if GATED else OUTS
+    num_m, num_n = gl.cdiv(num_rows, 2 * ROWS), gl.cdiv(num_out, STORED)
+    # If gated, the second half holds the rows of `up` that match the gate's rows.
+    half = num_out if GATED else HALF
+    step = 0
+    for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+        row_block, block = tile_of_program(tile, num_m, num_n, TOGETHER)
+        for turn in range(num_blocks):
+            k = turn * BLOCK
+            if LAST > 0:
+                k = (turn - turn % share + (turn + LAST) % share) * BLOCK
+            stage, phase = step % STAGES, step // STAGES & 1
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            mbarrier.expect(has.index(stage), (2 * ROWS + OUTS) * _BYTES)
+            for i in gl.static_range(2):
+                tma.async_copy_global_to_shared(
+                    x_rows, [(2 * row_block + i) * ROWS, k], has.index(stage),
+                    x_tiles.index(2 * stage + i),
+                )  # fmt: skip
+                tma.async_copy_global_to_shared(
+                    weights, [block * STORED + i * half, k], has.index(stage),
+                    halves.index(2 * stage + i),
+                )  # fmt: skip
+            step += 1
