@@ -108,9 +108,11 @@ class _Stream:
         item = next(script)
         if isinstance(item, asyncio.Event):
             waits = [asyncio.create_task(event.wait()) for event in (item, self._woken)]
-            await asyncio.wait({*waits, self._failed}, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
+            try:
+                await asyncio.wait({*waits, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            finally:  # also if the client leaves meanwhile
+                for wait in waits:
+                    wait.cancel()
             if self._failed.done():
                 self._failed.result()
             return await self.__anext__()

@@ -55,7 +55,6 @@ def on_a_socket(
     listener = bind("127.0.0.1", 0) if uds is None else bind_unix(uds)
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-    loop = uvloop.new_event_loop()
     started = threading.Event()
     servers: list[Server] = []
 
@@ -68,7 +67,11 @@ def on_a_socket(
         started.set()
         await serving
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(run(),), daemon=True)
+    def live() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run())  # and end what still waits, as the server does
+
+    thread = threading.Thread(target=live, daemon=True)
     thread.start()
     started.wait(10)
     try:
@@ -77,4 +80,3 @@ def on_a_socket(
     finally:
         servers[0].should_exit = True
         thread.join(10)
-        loop.close()
