@@ -223,8 +223,8 @@ def from_exception(error: BaseException) -> APIError:
             return invalid_value(_field_named_by(str(error)), str(error))
         case RequestValidationError():
             return _from_validation(error.errors())
-        case HTTPException():
-            return _from_http(error)
+        case HTTPException(status_code=status, detail=detail, headers=headers):
+            return APIError(status, str(detail), code="invalid_request", headers=headers)
     return internal_error()
 
 
@@ -313,9 +313,3 @@ def _path(problem: Mapping[str, Any]) -> list[int | str]:
         for part in problem["loc"][1:]
         if isinstance(part, int) or (part.isidentifier() and part.islower())
     ]
-
-
-def _from_http(error: HTTPException) -> APIError:
-    return APIError(
-        error.status_code, str(error.detail), code="invalid_request", headers=error.headers
-    )

@@ -31,18 +31,6 @@ class Loads(APIResponse):
     loads: list[Load]
 
 
-class ServerLoad(APIResponse):
-    """vLLM's `/load`."""
-
-    server_load: int  # sequences that run or wait
-
-
-class OneLoad(APIResponse):
-    """SGLang's `/get_load` in its first form, which vllm-router reads."""
-
-    load: int  # sequences that run or wait
-
-
 def load_of(client: EngineClient) -> Load:
     """The engine's load as of its last step; zeros until it has been up."""
     stats, info = client.stats, client.info
@@ -68,11 +56,11 @@ def add_load_routes(router: APIRouter, client: EngineClient) -> None:
         return Loads(timestamp=now.isoformat(), dp_rank_count=1, loads=[load_of(client)])
 
     @router.get("/get_load")
-    async def get_load() -> OneLoad:
-        """How many sequences run or wait."""
-        return OneLoad(load=load_of(client).num_total_reqs)
+    async def get_load() -> dict[str, int]:
+        """How many sequences run or wait, as SGLang's /get_load first said it: vllm-router asks."""
+        return {"load": load_of(client).num_total_reqs}
 
     @router.get("/load")
-    async def server_load() -> ServerLoad:
+    async def server_load() -> dict[str, int]:
         """How many sequences run or wait, in the terms of vLLM's /load."""
-        return ServerLoad(server_load=load_of(client).num_total_reqs)
+        return {"server_load": load_of(client).num_total_reqs}
