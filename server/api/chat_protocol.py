@@ -7,13 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, FailFast, Field, JsonValue, model_validator
 
 from ..base.content import TextOr, TextParts, text_of
-from ..base.fields import (
-    MAX_TOOLS,
-    APIRequest,
-    MaxTokens,
-    NumLogprobs,
-    UnknownField,
-)
+from ..base.fields import MAX_TOOLS, APIRequest, MaxTokens, NumLogprobs, UnknownField
 from ..base.off_loop import MANY_CHARS
 from ..grammar.tool_choice import ToolChoice
 from .protocol import APIResponse, ChoiceFields, GenerationResponse, PromptLogprobs, TracedStep

@@ -16,13 +16,7 @@ from .answer import MIN_LOGPROB, Answer
 from .asked import Asked
 from .choices import BARE, ChoicesAnswer
 from .generation import Delta, Sample, Token
-from .protocol import (
-    STREAM,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-)
+from .protocol import STREAM, Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from .service import Service
 from .thinking import ends_in_thought, thinking_budget
 

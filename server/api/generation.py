@@ -7,18 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from outrider.engine.api import FinishReason, NewRequest, RequestOutput, TokenLogprobs
-from outrider.engine.processes.client import (
-    EngineClient,
-    EngineUnavailableError,
-    OutputStream,
-)
+from outrider.engine.processes.client import EngineClient, EngineUnavailableError, OutputStream
 
-from ..base.errors import (
-    dead_end,
-    internal_error,
-    timed_out,
-    unavailable,
-)
+from ..base.errors import dead_end, internal_error, timed_out, unavailable
 from ..observe.metrics import Metrics
 from ..text.detokenizer import Detokenizer, StopStrings
 from ..text.message_parser import MessagePart

@@ -6,12 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
-from ..base.content import (
-    TextOr,
-    TextParts,
-    text_of,
-    type_of,
-)
+from ..base.content import TextOr, TextParts, text_of, type_of
 from ..base.fields import APIRequest
 from .namespaces import one_name
 

@@ -7,14 +7,7 @@ from pydantic import AfterValidator, Discriminator, FailFast, Field, Tag, model_
 from typing_extensions import TypeAliasType
 
 from ..base.content import TextOr, text_of, type_of
-from ..base.fields import (
-    MAX_TOOLS,
-    APIRequest,
-    Int,
-    MaxTokens,
-    StopString,
-    UnknownField,
-)
+from ..base.fields import MAX_TOOLS, APIRequest, Int, MaxTokens, StopString, UnknownField
 from ..base.unknown_fields import IGNORED, Body
 from .chat_protocol import ChatCompletionRequest
 from .protocol import APIResponse, RequestMetrics, SamplingFields, TracedStep

@@ -25,12 +25,7 @@ from .chat_turn import prepare_turn
 from .completions import prepare_completion
 from .generation import Delta, Sample
 from .growth import BlockChange, Growth
-from .ollama_protocol import (
-    FIELDS,
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaModelRequest,
-)
+from .ollama_protocol import FIELDS, OllamaChatRequest, OllamaGenerateRequest, OllamaModelRequest
 from .protocol import ChoiceFields
 from .service import VERSION, Service
 from .tools import object_of

@@ -12,12 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..base.errors import (
-    APIError,
-    from_exception,
-    invalid_value,
-    unsupported,
-)
+from ..base.errors import APIError, from_exception, invalid_value, unsupported
 from ..base.held import Held, json_bytes
 from ..base.json_text import json_text
 from ..base.off_loop import off_loop

@@ -9,13 +9,7 @@ from typing_extensions import TypeAliasType
 
 from ..base.content import TextOr
 from ..base.errors import unsupported
-from ..base.fields import (
-    MAX_TOOLS,
-    APIRequest,
-    MaxTokens,
-    NumLogprobs,
-    UnknownField,
-)
+from ..base.fields import MAX_TOOLS, APIRequest, MaxTokens, NumLogprobs, UnknownField
 from ..base.unknown_fields import IGNORED, REFUSED
 from ..grammar.structured_outputs import JSONSchema
 from .chat_protocol import ChatCompletionRequest

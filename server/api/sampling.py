@@ -2,12 +2,7 @@
 
 import secrets
 
-from outrider.engine.api import (
-    MAX_REPETITION_PENALTY,
-    MAX_TOP_K,
-    ProcessorChoice,
-    SamplingParams,
-)
+from outrider.engine.api import MAX_REPETITION_PENALTY, MAX_TOP_K, ProcessorChoice, SamplingParams
 
 from ..base.errors import cut, invalid_value
 from ..text.tokenizer import Tokenizer

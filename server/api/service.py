@@ -14,12 +14,7 @@ from outrider.engine.processes.client import EngineClient, EngineUnavailableErro
 from outrider.engine.processes.heap import give_memory_back
 
 from ..base.content import text_of
-from ..base.errors import (
-    ContextLengthError,
-    forbidden,
-    invalid_value,
-    model_not_found,
-)
+from ..base.errors import ContextLengthError, forbidden, invalid_value, model_not_found
 from ..base.held import json_bytes
 from ..base.off_loop import MANY_CHARS, off_loop
 from ..base.request_key import request_key

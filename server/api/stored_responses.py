@@ -14,12 +14,7 @@ from ..base.off_loop import off_loop
 from ..base.request_key import request_key
 from .input_items import InputItem, Item
 from .response_store import ResponseStore, StoredResponse
-from .responses_protocol import (
-    DeletedResponse,
-    ResponseItemList,
-    ResponseObject,
-    ResponsesRequest,
-)
+from .responses_protocol import DeletedResponse, ResponseItemList, ResponseObject, ResponsesRequest
 from .service import Service
 
 _ITEMS: TypeAdapter[Any] = TypeAdapter(list[InputItem])

@@ -22,12 +22,7 @@ from typing_extensions import TypeAliasType
 
 from outrider.engine.api import MAX_LOGPROBS
 
-from ..config.server_settings import (
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIASES,
-    MAX_PROMPTS,
-    MAX_STOP_STRINGS,
-)
+from ..config.server_settings import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_PROMPTS, MAX_STOP_STRINGS
 from .errors import cut
 
 MAX_STOP_CHARS = 1024

@@ -9,13 +9,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from .errors import errors_shown, unwritable
-from .options import (
-    ConfigOption,
-    DraftOption,
-    ModelOrConfigArgument,
-    SetOption,
-    pair_settings,
-)
+from .options import ConfigOption, DraftOption, ModelOrConfigArgument, SetOption, pair_settings
 from .progress import ProgressDisplay
 from .signals import run_until_ended
 

@@ -11,15 +11,7 @@ from typing import Any
 import httpx
 
 from .measure import SHORT, as_messages, held_out_prompts
-from .remote import (
-    TIMEOUT,
-    Remote,
-    RemoteError,
-    chunk_of,
-    has_tokens,
-    refusal,
-    unreachable,
-)
+from .remote import TIMEOUT, Remote, RemoteError, chunk_of, has_tokens, refusal, unreachable
 
 SPECULATION_OFF: dict[str, Any] = {"enabled": False}
 METRICS_ON: dict[str, Any] = {"metrics": True}

@@ -13,13 +13,7 @@ from typing_extensions import TypeAliasType
 from outrider.engine.grammars.grammar_compiler import MAX_COMPILES_AT_ONCE, GrammarCompiler
 from outrider.engine.grammars.grammar_messages import Syntax
 
-from ..base.errors import (
-    APIError,
-    cut,
-    invalid_value,
-    unavailable,
-    unsupported,
-)
+from ..base.errors import APIError, cut, invalid_value, unavailable, unsupported
 from ..base.fields import APIRequest
 from ..base.off_loop import MANY_CHARS, off_loop
 

@@ -16,13 +16,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..base.errors import (
-    APIError,
-    cut,
-    path_within,
-    route_path,
-    unavailable,
-)
+from ..base.errors import APIError, cut, path_within, route_path, unavailable
 from ..observe.metrics import Metrics
 from ..observe.tracing import Trace
 

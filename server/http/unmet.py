@@ -6,12 +6,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match, Mount
 from starlette.types import Scope
 
-from ..base.errors import (
-    APIError,
-    cut,
-    from_exception,
-    route_path,
-)
+from ..base.errors import APIError, cut, from_exception, route_path
 from ..observe.tracing import OPERATIONS
 
 # Routes of other servers, each with all below it, and what clients want there.

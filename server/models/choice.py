@@ -5,12 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from outrider.engine.api import SourceName
-from outrider.engine.models.weight_files import (
-    GGUF,
-    WeightFileError,
-    holds_gguf,
-    stored_tensors,
-)
+from outrider.engine.models.weight_files import GGUF, WeightFileError, holds_gguf, stored_tensors
 
 from ..config.pair_settings import DEFAULT_K
 from ..config.settings import Settings

@@ -21,14 +21,7 @@ from .call_stream import (
     start_of_tail,
 )
 from .literal_calls import LiteralCallStream
-from .tool_calls import (
-    NOT_A_CALL,
-    ToolCall,
-    Tools,
-    between,
-    calls_of_field,
-    json_calls,
-)
+from .tool_calls import NOT_A_CALL, ToolCall, Tools, between, calls_of_field, json_calls
 
 REASONING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 
