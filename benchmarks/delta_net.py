@@ -17,13 +17,11 @@ from functools import partial
 import torch
 
 from kernels import DEVICE, time_us
-from outrider.kernels.model import state_cells, state_layer, state_warpgroups
 from outrider.kernels.model.delta_net import delta_net, delta_net_reference
 from outrider.kernels.model.mamba2 import mamba2, mamba2_reference
 from outrider.kernels.model.rows import BatchRows
 from outrider.kernels.model.state_cells import CELL
 from outrider.kernels.model.state_layer import StateHeads, StateMemory, StateWeights, rows_kept
-from outrider.kernels.model.state_warpgroups import is_for
 
 TAPS = 4
 MOST_DRAFTS = 7
@@ -89,23 +87,6 @@ def compare(heads: StateHeads, both: tuple[Callable[..., torch.Tensor], ...]) ->
     print(f"relative difference of 300 rows: {error:.1e} (rounding to bfloat16: about 2e-03)")
 
 
-def chosen(heads: StateHeads) -> str:
-    """How rows of such layers pass through cells on this GPU."""
-    if is_for(torch.bfloat16, heads.key_dim, heads.value_dim, torch.device(DEVICE)):
-        return f"wg{state_warpgroups._STAGES}"
-    return f"{state_cells._COLUMNS}x{state_cells._STAGES}"
-
-
-def use(cells: str) -> None:
-    """From now on, rows pass through cells so."""
-    by_warpgroups = cells.startswith("wg")
-    state_layer.is_for = is_for if by_warpgroups else lambda *_: False
-    if by_warpgroups:
-        state_warpgroups._STAGES = int(cells[2:])
-    else:
-        state_cells._COLUMNS, state_cells._STAGES = map(int, cells.split("x"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--key-heads", type=int, default=16)
@@ -113,12 +94,6 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128, help="of a head")
     parser.add_argument("--value-dim", type=int, help="of a value head, if that is another")
     parser.add_argument("--mamba2", action="store_true", help="in place of a delta net")
-    parser.add_argument(
-        "--cells",
-        nargs="+",
-        help="tried: columns of a state in a program x stages, such as 16x2; or, with warpgroups, "
-        "wg and the stages, such as wg3",
-    )
     parser.add_argument("--tb-per-s", type=float, default=4.3)
     args = parser.parse_args()
     both = (mamba2, mamba2_reference) if args.mamba2 else (delta_net, delta_net_reference)
@@ -129,20 +104,16 @@ def main() -> None:
         args.value_dim or args.dim,
         num_scalars=1 if args.mamba2 else 2,
     )
-    args.cells = args.cells or [chosen(heads)]
     compare(heads, both)
-    columns = "".join(f"{f'cells {each}':>14}{'edge':>8}" for each in args.cells)
-    print(f"{'sequences':>9}{'rows':>6}{'floor':>8}{columns}")
+    print(f"{'sequences':>9}{'rows':>6}{'floor':>8}{'inside':>8}{'edge':>8}")
     passes = [(batch, rows, rows - 1) for batch in BATCHES for rows in ROWS]
     for num_seqs, num_rows, num_drafts in [*passes, *((1, rows, 0) for rows in PROMPTS)]:
         is_prompt = num_rows in PROMPTS
         num_bytes = 4 * num_seqs * heads.num_value_heads * heads.key_dim * heads.value_dim
         line = f"{num_seqs:9d}{num_rows:6d}{num_bytes / args.tb_per_s / 1e6:8.1f}"
         timed = partial(time_pass, heads, num_seqs, num_rows, num_drafts)
-        for each in args.cells:
-            use(each)
-            line += f"{timed(0 if is_prompt else INSIDE, both[0]):14.1f}"
-            line += f"{'':8}" if is_prompt else f"{timed(AT_EDGE, both[0]):8.1f}"
+        line += f"{timed(0 if is_prompt else INSIDE, both[0]):8.1f}"
+        line += "" if is_prompt else f"{timed(AT_EDGE, both[0]):8.1f}"
         print(line, flush=True)
 
 
