@@ -11,9 +11,8 @@ from ..blocks import Block
 from .llama import Llama
 
 
-class Exaone4(Llama):
-    model_types = ("exaone4",)
-    fields = Llama.fields | {"layer_types", "sliding_window", "sliding_window_pattern"}
+class NormsBehind(Llama):
+    """Norms lie behind its parts."""
 
     def block(self, name: str, layer: int) -> Block:
         behind_mixer = self.norm(f"{name}.post_attention_layernorm")
@@ -22,6 +21,11 @@ class Exaone4(Llama):
             self.mixer(f"{name}.self_attn", None, layer, post_norm=behind_mixer),
             self.mlp(f"{name}.mlp", None, layer, post_norm=behind_mlp),
         )
+
+
+class Exaone4(NormsBehind):
+    model_types = ("exaone4",)
+    fields = Llama.fields | {"layer_types", "sliding_window", "sliding_window_pattern"}
 
     def rope_of(self, layer: int) -> Rope:
         config = self.config

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from outrider.kernels.model.rms_norm import Norm
-from outrider.kernels.model.state_layer import StateHeads
 
 from ..attention import Rope
 from ..blocks import Block
@@ -63,13 +62,10 @@ class GraniteMoeHybrid(GraniteMoe):
             name,
             norm=norm,
             width=config.hidden_size,
-            heads=StateHeads(
-                num_key_heads=config.mamba_n_groups,
-                num_value_heads=config.mamba_n_heads,
-                key_dim=config.mamba_d_state,
-                value_dim=config.mamba_d_head,
-                num_scalars=1,
-            ),
+            num_heads=config.mamba_n_heads,
+            num_groups=config.mamba_n_groups,
+            head_dim=config.mamba_d_head,
+            state_size=config.mamba_d_state,
             num_taps=config.mamba_d_conv,
             factor=config.residual_multiplier,
         )

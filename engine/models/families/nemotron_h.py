@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig
 
 from outrider.kernels.model.expert_matrix import RELU_SQUARED
 from outrider.kernels.model.rms_norm import Norm
-from outrider.kernels.model.state_layer import StateHeads
 
 from ..attention import Rope
 from ..blocks import Block
@@ -100,13 +99,10 @@ class NemotronH(Llama):
             name,
             norm=norm,
             width=config.hidden_size,
-            heads=StateHeads(
-                num_key_heads=config.n_groups,
-                num_value_heads=config.mamba_num_heads,
-                key_dim=config.ssm_state_size,
-                value_dim=config.mamba_head_dim,
-                num_scalars=1,
-            ),
+            num_heads=config.mamba_num_heads,
+            num_groups=config.n_groups,
+            head_dim=config.mamba_head_dim,
+            state_size=config.ssm_state_size,
             num_taps=config.conv_kernel,
         )
 

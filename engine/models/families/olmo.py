@@ -7,21 +7,20 @@ q and k are normalised over all heads together. In OLMo 3 most layers attend to 
 RoPE of their own.
 """
 
+from typing import Any, ClassVar
+
+from outrider.kernels.model.rms_norm import Norm
+
 from ..attention import Rope
-from ..blocks import Block
-from .llama import Llama
+from ..parts.attention import Attention
+from .exaone4 import NormsBehind
 
 
-class Olmo2(Llama):
-    model_types = ("olmo2",)
+class Olmo2(NormsBehind):
+    model_types: ClassVar[tuple[str, ...]] = ("olmo2",)
 
-    def block(self, name: str, layer: int) -> Block:
-        behind_mixer = self.norm(f"{name}.post_attention_layernorm")
-        behind_mlp = self.norm(f"{name}.post_feedforward_layernorm")
-        return Block(
-            self.mixer(f"{name}.self_attn", None, layer, wide=True, post_norm=behind_mixer),
-            self.mlp(f"{name}.mlp", None, layer, post_norm=behind_mlp),
-        )
+    def mixer(self, name: str, norm: Norm | None, layer: int, **options: Any) -> Attention:
+        return super().mixer(name, norm, layer, wide=True, **options)
 
 
 class Olmo3(Olmo2):

@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
 from outrider.kernels.model.rms_norm import Norm
-from outrider.kernels.model.state_layer import StateHeads
 
 from ..blocks import Block
 from ..parts.delta_net import DeltaNet
@@ -69,13 +68,10 @@ class Hybrid(Llama):
             name,
             norm=norm,
             width=config.hidden_size,
-            heads=StateHeads(
-                num_key_heads=config.linear_num_key_heads,
-                num_value_heads=config.linear_num_value_heads,
-                key_dim=config.linear_key_head_dim,
-                value_dim=config.linear_value_head_dim,
-                num_scalars=2,
-            ),
+            num_key_heads=config.linear_num_key_heads,
+            num_value_heads=config.linear_num_value_heads,
+            key_dim=config.linear_key_head_dim,
+            value_dim=config.linear_value_head_dim,
             num_taps=config.linear_conv_kernel_dim,
             by_key_head=self.by_key_head,
         )

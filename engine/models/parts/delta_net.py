@@ -40,7 +40,10 @@ class DeltaNet(Part):
         *,
         norm: Norm,
         width: int,
-        heads: StateHeads,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_dim: int,
+        value_dim: int,
         num_taps: int,
         by_key_head: bool,
     ) -> "DeltaNet":
@@ -48,7 +51,8 @@ class DeltaNet(Part):
 
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape.
         """
-        num_values, order = heads.num_value_heads * heads.value_dim, None
+        heads = StateHeads(num_key_heads, num_value_heads, key_dim, value_dim, num_scalars=2)
+        num_values, order = num_value_heads * value_dim, None
         num_keys = heads.num_key_heads * heads.key_dim
         keys, by_head = Section(num_keys), Cut("outputs")
         channels = keys, keys, Section(num_values)

@@ -52,7 +52,10 @@ class Mamba2(Part):
         *,
         norm: Norm,
         width: int,
-        heads: StateHeads,
+        num_heads: int,
+        num_groups: int,
+        head_dim: int,
+        state_size: int,
         num_taps: int,
         factor: float = 1.0,
     ) -> "Mamba2":
@@ -60,7 +63,8 @@ class Mamba2(Part):
 
         Raises KeyError naming a tensor that is missing, ValueError naming a wrong shape.
         """
-        num_values = heads.num_value_heads * heads.value_dim
+        heads = StateHeads(num_groups, num_heads, state_size, head_dim, num_scalars=1)
+        num_values = num_heads * head_dim
         values, keys = Section(num_values), Section(heads.num_key_heads * heads.key_dim)
         channels = values, keys, keys
         of_channels, by_head = Cut("outputs", channels), Cut("outputs")
