@@ -116,12 +116,16 @@ class Drafting:
         return self._worth
 
     def prepare(self, decoding: list[Request]) -> None:
-        """Have the sources make ready for those of these sequences that decode by a grammar."""
+        """Have the sources make ready for those of these sequences that decode by a grammar and get
+        no drafts of a model: by its masks that drafts what is forced, too.
+        """
         self._proposer.prepare(
             {
                 request: self._num_questions.get(request, MAX_DRAFTS + 1)
                 for request in decoding
-                if request.grammar is not None and self._may_draft(request)
+                if request.grammar is not None
+                and request.looks_up
+                and self._num_wanted(request) == 0
             }
         )
 
@@ -225,11 +229,6 @@ class Drafting:
             return
         scheduled.max_drafts = count
         self.worth().take(count, gain)
-
-    def _may_draft(self, request: Request) -> bool:
-        """Whether anything may draft for it in the next step."""
-        looks_up = request.looks_up and self._proposer.looks_up(request)
-        return looks_up or self._num_wanted(request) > 0
 
     def _is_due(self, request: Request) -> bool:
         """Whether drafts of it are looked up in the next step."""

@@ -10,7 +10,7 @@ import pytest
 from engines import GREEDY, run, tokens, without_pauses
 from grammar_engines import EOS, OBJECT, PROMPT, TOKENIZER, VOCAB, config
 
-from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
+from outrider.engine.api import NewRequest, RequestOutput, SamplingParams, SourceName
 from outrider.engine.engine import Engine
 from outrider.engine.grammars.grammar_messages import Question
 from outrider.engine.grammars.grammar_process import GrammarProcess
@@ -186,6 +186,30 @@ def test_tokens_that_a_grammar_forces_are_drafted_without_a_model_or_a_mask_more
         assert used == {None, "grammar"}
         assert num_with < num_steps / 2
         assert num_asked_with <= num_asked
+
+
+def test_a_grammar_is_not_asked_what_it_forces_where_a_model_drafts(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model drafts it as well, by its masks, and other masks would come on top."""
+    own = config(tiny_model)
+    sources: tuple[SourceName, ...] = ("grammar", "draft_model")
+    engine = Engine(replace(own, speculation=replace(own.speculation, sources=sources)))
+    prepare, prepared = engine.worker.proposer.prepare, []
+
+    def noted(most: dict[Request, int]) -> None:
+        prepared.append(len(most))
+        prepare(most)
+
+    monkeypatch.setattr(engine.worker.proposer, "prepare", noted)
+    params = replace(GREEDY, grammar=FORCED)
+    request = NewRequest(request_id="0", prompt_token_ids=PROMPT, params=params)
+    for named in (None, ("grammar",)):
+        prepared.clear()
+        engine.submit([replace(request, sources=named)])
+        while engine.has_work():
+            engine.step()
+        assert any(prepared) == (named is not None)
 
 
 def test_a_slow_grammar_gets_no_more_masks_for_forced_tokens_than_its_allowance(
