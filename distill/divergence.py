@@ -1,7 +1,6 @@
 """How far the draft's distribution q is from the target's p, with the gradient written out.
 
     forward_kl       sum p log(p / q)       d/dlogits = q - p
-    reverse_kl       sum q log(q / p)       d/dlogits = q (log(q / p) - reverse_kl)
     total_variation  1/2 sum |p - q|        d/dlogits = 1/2 q (s - sum q s),  s = sign(q - p)
 
 1 - total_variation is the chance that a drawn draft is accepted.
@@ -33,12 +32,6 @@ def forward_kl(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return (p * (p / q).log()).sum(-1), 1 - p / q
 
 
-def reverse_kl(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    log_ratio = (q / p).log()
-    loss = (q * log_ratio).sum(-1)
-    return loss, log_ratio - loss[:, None]
-
-
 def total_variation(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     sign = (q - p).sign()
     return (p - q).abs().sum(-1) / 2, (sign - (q * sign).sum(-1, keepdim=True)) / 2
@@ -46,7 +39,6 @@ def total_variation(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 DIVERGENCES: dict[Divergence, Formula] = {
     "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
     "total_variation": total_variation,
 }
 

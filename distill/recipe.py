@@ -11,7 +11,7 @@ from .whole_file import whole_file
 # A model of its own, or a head that reads the target's states: a new one, the target's own, or one
 # that drafts whole blocks, which goes on from another.
 DraftKind = Literal["draft", "eagle3", "mtp", "dflash"]
-Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
+Divergence = Literal["forward_kl", "total_variation"]
 
 _OF_TEXT = (
     "prompts", "raw_share", "seed", "conversations_per_shard", "max_prompt_tokens",

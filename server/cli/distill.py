@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.distill.recipe import Divergence, DraftKind, Recipe
+from outrider.distill.recipe import DraftKind, Recipe
 
 from .errors import errors_shown
 from .progress import ProgressDisplay
@@ -78,13 +78,6 @@ def distill_command(
             help="Total time (90s, 10m, 2h), or training tokens (500K, 50M, 1B).",
         ),
     ] = "10m",
-    loss: Annotated[
-        Divergence,
-        typer.Option(
-            metavar="forward_kl|reverse_kl|total_variation",
-            help="Training loss; the last quarter always uses total variation.",
-        ),
-    ] = "forward_kl",
     seed: Annotated[
         int, typer.Option(metavar="N", min=0, help="The same seed makes the same draft.")
     ] = 0,
@@ -119,7 +112,6 @@ def distill_command(
                 size=size,
                 start=str(resolve(start, report=display)) if start else None,
                 budget=budget,
-                divergence=loss,
                 seed=seed,
             )
             held_out = distill(recipe, display)

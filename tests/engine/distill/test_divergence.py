@@ -7,7 +7,6 @@ from outrider.distill.divergence import DIVERGENCES, agreement, mean_divergence
 
 FORMULAS = {
     "forward_kl": lambda p, q: (p * (p.log() - q.log())).sum(-1),
-    "reverse_kl": lambda p, q: (q * (q.log() - p.log())).sum(-1),
     "total_variation": lambda p, q: (p - q).abs().sum(-1) / 2,
 }
 

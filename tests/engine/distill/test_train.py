@@ -49,9 +49,9 @@ def test_conversations_of_one_row_do_not_see_each_other_and_answers_count() -> N
 def test_the_last_steps_lower_another_divergence() -> None:
     conversation = Conversation(torch.arange(19, dtype=torch.int32), 1)
     lessons = read(model(0), [conversation], batch_tokens=32)
-    recipe = Recipe(target="", out="", last_divergence="reverse_kl", last_share=0.25)
+    recipe = Recipe(target="", out="", last_share=0.25)
     tokens = torch.arange(19)
-    for progress, name in ((0.74, "forward_kl"), (0.75, "reverse_kl")):
+    for progress, name in ((0.74, "forward_kl"), (0.75, "total_variation")):
         trainer = Trainer(recipe, model(1), torch.float32)
         loss = trainer.train_step(lessons, tokens[None], progress)
         logits = model(1)(tokens[None]).logits[0]
