@@ -136,7 +136,7 @@ def allocate_host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int]
     if worker.followers is None:
         return counts, own
     # The others may lack some, but not those of states.
-    groups = [*range(worker.num_groups_of_others), *range(len(pair.groups), len(counts))]
+    groups = [*range(len(worker.specs_of_others)), *range(len(pair.groups), len(counts))]
     shared = worker.followers.share_host_pages(
         own, worker.slots, {group: counts[group] for group in groups}, state_bytes, size(num_pages)
     )

@@ -85,16 +85,11 @@ def _check_edits(params: SamplingParams, vocab_size: int, ends: frozenset[int]) 
     num_words, num_tokens = len(params.bad_words), sum(map(len, params.bad_words))
     if not all(params.bad_words):
         raise InvalidRequestError("bad_words: a word is empty; each needs a token at least")
-    _check(
-        "bad_words",
-        num_words,
-        num_words <= bad_words.MAX_WORDS,
-        f"at most {bad_words.MAX_WORDS} words",
-    )
+    most = bad_words.MAX_WORDS
+    _check("bad_words", num_words, num_words <= most, f"at most {most} words")
     most = bad_words.MAX_TOKENS
-    _check(
-        "bad_words", num_tokens, num_tokens <= most, f"at most {most} tokens in all words together"
-    )
+    allowed = f"at most {most} tokens in all words together"
+    _check("bad_words", num_tokens, num_tokens <= most, allowed)
 
     if (thinking := params.thinking) is not None:
         _check("thinking", thinking.num_tokens, thinking.num_tokens >= 0, "at least 0 tokens")

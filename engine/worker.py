@@ -185,25 +185,21 @@ class Worker:
         """How many pages all ranks have room for, of which this one has it for `num_pages`."""
         if self.followers is None:
             return num_pages
-        budget = replace(self.budget, specs=self._specs_of_others)
+        budget = replace(self.budget, specs=self.specs_of_others)
         rooms = self.followers.ask(Op.ROOM)
         return min(num_pages, *(budget.most_within(room.item()) for room in rooms))
 
     @property
-    def _specs_of_others(self) -> list[PagedSpec]:
+    def specs_of_others(self) -> list[PagedSpec]:
         """Of the other ranks: they have the first of this one's groups, some without its draft."""
         groups = grouped(self.pair.on_all_ranks, self.pair.max_model_len)
         return [group.spec for group in groups]
 
     @property
-    def num_groups_of_others(self) -> int:
-        return len(self._specs_of_others)
-
-    @property
     def budget_of_all_ranks(self) -> Budget:
         """As `budget`, for the pages of all ranks together."""
         others = 0 if self.followers is None else len(self.followers.pids)
-        of_each = [spec.bytes_per_token for spec in self._specs_of_others]
+        of_each = [spec.bytes_per_token for spec in self.specs_of_others]
         added = [others * each for each in of_each] + [0] * len(self.budget.specs)
         specs = [
             replace(spec, bytes_per_token=spec.bytes_per_token + more)
