@@ -26,7 +26,7 @@ have, are factors. What is float32 enters as the sum of two bfloat16.
 `state_warpgroups.py` passes cells on Hopper GPUs, with sums in the order of those here.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -319,25 +319,31 @@ def constants_of(key_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def pass_cells(
-    out: Tensor,
-    convolved: Tensor,
-    cells: Tensor,
-    skip: Tensor | None,
-    state: Tensor,
-    starts: Tensor,
-    sequences: tuple[Tensor, Tensor, Tensor],
-    num_tokens: Tensor,
-    sizes: dict[str, int],
-) -> None:
-    """Pass cells through the states, which changes `state` and writes `out`: shapes as in the
-    kernel; `sequences` are slots, lengths and bounds, `sizes` the constants from RING to CORRECTS,
-    and EXTRA.
-    """
-    value_dim = out.shape[2]
+class CellPass(NamedTuple):
+    """Cells on their way through the states of sequences; shapes as in `cell_by_cell_kernel`."""
+
+    out: Tensor  # which is written
+    convolved: Tensor
+    cells: Tensor
+    skip: Tensor | None
+    state: Tensor  # which changes
+    starts: Tensor
+    sequences: tuple[Tensor, Tensor, Tensor]  # slots, lengths and bounds
+    num_tokens: Tensor
+    sizes: dict[str, int]  # the constants from RING to CORRECTS, and EXTRA
+
+    @property
+    def arguments(self) -> tuple[Tensor | int | None, ...]:
+        """Those of both kernels that are no constants."""
+        *before, state, starts, sequences, num_tokens, _ = self
+        return (*before, state, state.stride(0), starts, *sequences, num_tokens)
+
+
+def pass_cells(of: CellPass) -> None:
+    value_dim = of.out.shape[2]
     columns = min(_COLUMNS, max(16, triton.next_power_of_2(value_dim)))
-    cell_by_cell_kernel[(triton.cdiv(value_dim, columns), out.shape[1], len(starts))](
-        out, convolved, cells, skip, state, state.stride(0), starts, *sequences, num_tokens,
-        **sizes, **constants_of(sizes["KEY_DIM"], out.dtype), BLOCK_V=columns,
-        **dependent_launch(out.device), num_warps=columns // 16, num_stages=_STAGES,
+    cell_by_cell_kernel[(triton.cdiv(value_dim, columns), of.out.shape[1], len(of.starts))](
+        *of.arguments, **of.sizes, **constants_of(of.sizes["KEY_DIM"], of.out.dtype),
+        BLOCK_V=columns, **dependent_launch(of.out.device), num_warps=columns // 16,
+        num_stages=_STAGES,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from .._dispatch import uses_triton
 from ..dependent_launch import dependent_launch
 from ..triton_or_none import triton
 from .rows import BatchRows
-from .state_cells import CELL, cells_kernel, constants_of, pass_cells
+from .state_cells import CELL, CellPass, cells_kernel, constants_of, pass_cells
 from .state_rows import prepare_kernel
 from .state_warpgroups import is_for, pass_cells_by_warpgroups
 
@@ -191,7 +191,11 @@ def pass_rows(
     through = pass_cells
     if is_for(x.dtype, heads.key_dim, heads.value_dim, x.device):
         through = pass_cells_by_warpgroups
-    through(out, convolved, cells, weights.skip, memory.state, starts, sequences, num_tokens, sizes)
+    through(
+        CellPass(
+            out, convolved, cells, weights.skip, memory.state, starts, sequences, num_tokens, sizes
+        )
+    )
     return out
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from ..compiling import compile_together
-from .state_cells import CELL, pass_cells
+from .state_cells import CELL, CellPass, pass_cells
 from .state_layer import StateHeads, rows_kept
 from .state_warpgroups import failed, is_for, pass_cells_by_warpgroups
 from .warpgroups import works
@@ -62,10 +62,10 @@ def _error(heads: StateHeads, device: torch.device) -> float:
     ours, theirs = ((randn(_ROWS, num_heads, heads.value_dim), before.clone()) for _ in range(2))
     sequences = integers(0), integers(seq_len), integers(0, _ROWS)
     calls = [
-        partial(
-            through, out, convolved, cells, skip, state, integers(CELL), sequences,
+        partial(through, CellPass(
+            out, convolved, cells, skip, state, integers(CELL), sequences,
             integers(seq_len - _DRAFTS), sizes,
-        )
+        ))
         for through, (out, state) in ((pass_cells_by_warpgroups, ours), (pass_cells, theirs))
     ]  # fmt: skip
     compile_together(calls, device)

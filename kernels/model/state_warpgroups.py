@@ -5,11 +5,10 @@ copied while cells before are computed. See there for the formulas.
 """
 
 import torch
-from torch import Tensor
 
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import gl, gluon, hopper
-from .state_cells import halves
+from .state_cells import CellPass, halves
 from .state_rows import rows_of
 from .warpgroups import has_warpgroups
 
@@ -35,27 +34,15 @@ def is_for(dtype: torch.dtype, key_dim: int, value_dim: int, device: torch.devic
     )
 
 
-def pass_cells_by_warpgroups(
-    out: Tensor,
-    convolved: Tensor,
-    cells: Tensor,
-    skip: Tensor | None,
-    state: Tensor,
-    starts: Tensor,
-    sequences: tuple[Tensor, Tensor, Tensor],
-    num_tokens: Tensor,
-    sizes: dict[str, int],
-) -> None:
+def pass_cells_by_warpgroups(of: CellPass) -> None:
     """As `pass_cells`, for what it `is_for`."""
     # Where programs start early, a multiprocessor that was free first gets several of them, though
     # there may be one for each; two take twice as long.
-    is_early = len(out) <= _FEW_ROWS
-    how = dependent_launch(out.device) if is_early else {"DEPENDENT": False}
-    grid = out.shape[2] // _COLUMNS.value, out.shape[1], len(starts)
-    _cell_by_cell_kernel[grid](
-        out, convolved, cells, skip, state, state.stride(0), starts, *sequences, num_tokens,
-        **sizes, STAGES=_STAGES, **how, num_warps=4,
-    )  # fmt: skip
+    num_rows, num_heads, value_dim = of.out.shape
+    how = dependent_launch(of.out.device) if num_rows <= _FEW_ROWS else {"DEPENDENT": False}
+    _cell_by_cell_kernel[value_dim // _COLUMNS.value, num_heads, len(of.starts)](
+        *of.arguments, **of.sizes, STAGES=_STAGES, **how, num_warps=4
+    )
 
 
 @gluon.jit
