@@ -305,6 +305,7 @@ class _ResponsesAnswer(Answer):
 
 def _repeated(body: ResponsesRequest) -> dict[str, Any]:
     """Fields of the request that the response repeats."""
+    form = body.text.format
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -313,15 +314,12 @@ def _repeated(body: ResponsesRequest) -> dict[str, Any]:
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort, "summary": None},
         "temperature": body.temperature,
-        "text": {"format": _format(body)},
+        "text": {
+            "format": {"type": form.type} | form.model_dump(by_alias=True, exclude_unset=True)
+        },
         "tool_choice": body.tool_choice,
         "tools": body.tools,
         "top_logprobs": body.top_logprobs,
         "top_p": body.top_p,
         "user": body.user,
     }
-
-
-def _format(body: ResponsesRequest) -> dict[str, Any]:
-    form = body.text.format
-    return {"type": form.type} | form.model_dump(by_alias=True, exclude_unset=True)

@@ -31,10 +31,6 @@ export class Answer {
     return this.tokens.length;
   }
 
-  get text() {
-    return this.tokens.map(({ token }) => token.text).join("");
-  }
-
   add(step) {
     const stepIndex = this.steps.push(step) - 1;
     this.spans.push([]);
