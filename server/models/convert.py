@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 # By GGUF's types of tensors; all others are quantised, and bfloat16 is precise enough for them.
 _UNQUANTISED_DTYPES = {0: "float32", 1: "float16"}

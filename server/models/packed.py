@@ -18,14 +18,18 @@ KEPT_FILES = (
     "config.json",
     "generation_config.json",
     DRAFTED_TOKENS,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
     "README.md",
+    "LICENSE",
     "NOTICE",
 )
 
 
 def unpack(folder: Path, directory: Path) -> None:
     """Fill `directory` with the model that scripts/pack_draft.py has packed into `folder`: weights
-    in bfloat16, config, card.
+    in bfloat16, config, tokenizer, card.
     """
     packed = safetensors.torch.load_file(folder / PACKED_EMBEDDING)
     tensors = safetensors.torch.load_file(folder / LAYERS)

@@ -160,7 +160,6 @@ def _draft(
         settings.model,
         settings.revision,
         trust_remote_code=settings.trust_remote_code,
-        at_hand=target,
         report=report,
     )
     if head_kind(draft):  # a head uses its target's tokenizer; the engine checks the rest

@@ -35,14 +35,12 @@ def resolve(
     revision: str | None = None,
     *,
     trust_remote_code: bool = False,
-    at_hand: Path | None = None,
     report: ReportProgress = ignore_progress,
 ) -> Path:
     """The directory of `model`, fetched and converted if needed.
 
     `model` is a built-in name, a local directory, a GGUF file or a hub id, tried in this order;
-    `revision` is for hub ids only. A built-in model may use the tokenizer of another model, whose
-    directory is `at_hand`. Raises ModelError.
+    `revision` is for hub ids only. Raises ModelError.
     """
     path = Path(model).expanduser()
     is_local = model in builtin.BUILTINS or path.exists() or looks_like_path(model)
@@ -52,7 +50,7 @@ def resolve(
             "revisions: remove it"
         )
     if model in builtin.BUILTINS:
-        return builtin.obtain(builtin.BUILTINS[model], report, at_hand)
+        return builtin.obtain(builtin.BUILTINS[model], report)
     if not is_local:
         if not _HUB_ID.fullmatch(model):
             raise ModelError(_unknown(model))
