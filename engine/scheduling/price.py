@@ -5,13 +5,13 @@
 `rows` is what the target takes, and all that a step takes besides; `drafting` is what the draft
 takes for one more draft of every sequence. Both are relative to a common pace: a busy machine or a
 longer context slows steps of every kind down. So steps as they usually are measure the pace, and
-others are compared with it.
+others are compared with it. So are usual ones of another size than set the pace: what was measured
+while a machine was busy is mended so.
 """
 
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import accumulate
 from statistics import median
 
 NUM_TIMES, MIN_TIMES = 9, 3  # of steps with as many sequences and rows: times kept, and needed
@@ -21,6 +21,7 @@ FEW = 3  # rows over which the cost of one is averaged, so that noise does not m
 DRAFTING_WEIGHT = 1 / 8  # of the latest step, in the mean time of a draft
 EXTRA_WEIGHT, EXTRA_KEPT = 1 / 4, 0.98  # of the latest step with lookups; after one without
 
+Place = tuple[int, float]  # (sequences, rows of each), as steps are counted
 Points = list[tuple[float, float]]  # (rows, cost), ascending in both
 Padding = Callable[[int, int], tuple[int, int]]  # (sequences, rows) -> those that are computed
 
@@ -39,16 +40,17 @@ class Price:
         # (sequences, rows of each) -> costs of the latest such steps
         self._times: dict[tuple[int, float], deque[float]] = {}
         self._known: dict[int, Points] = {}  # sequences -> (rows of each, cost)
-        self._by_rows: Points = []  # whatever the sequences
+        self._whatever_seqs: Points | None = None  # (rows, cost); None: to be made anew
         self._drafting: dict[int, float] = {}  # by sequences
-        self._pace_s: deque[float] = deque(maxlen=NUM_TIMES)
+        # Of the latest usual steps: what they are counted as, and seconds for a cost of 1.
+        self._paces: deque[tuple[Place, float]] = deque(maxlen=NUM_TIMES)
         # What a step with looked-up drafts costs besides their rows, however few they are.
         self.of_lookups = 0.0
 
     @property
     def pace_s(self) -> float:
         """Seconds of a step that costs 1."""
-        return median(self._pace_s) if self._pace_s else 0.0
+        return median([pace_s for _, pace_s in self._paces]) if self._paces else 0.0
 
     def knows(self, num_seqs: int, num_rows: int | None = None) -> bool:
         """Whether steps of about this size were timed; None: with any number of rows."""
@@ -57,11 +59,21 @@ class Price:
         seqs, rows_each = self._place(num_seqs, num_rows)
         return any(rows == rows_each for rows, _ in self._known.get(seqs, ()))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether steps of no size are known."""
+        return not self._known
+
     def of(self, num_seqs: int, num_rows: int, num_drafts: float = 0.0) -> float:
         """The cost of a step; `num_drafts` are drawn for each of its sequences."""
         cost = num_drafts * self.of_a_draft(num_seqs) if num_drafts else 0.0
         num_seqs, num_rows = self.padding(num_seqs, num_rows)
-        return cost + self._cost_of_rows(_bucket(num_seqs), num_rows / num_seqs)
+        below, above, rows_each = *_buckets(num_seqs), num_rows / num_seqs
+        of_above = self._cost_of_rows(above, rows_each)
+        if below == above:
+            return cost + of_above
+        of_below = self._cost_of_rows(below, rows_each)
+        return cost + of_below + (num_seqs - below) / (above - below) * (of_above - of_below)
 
     def of_a_row(self, num_seqs: int, num_rows: int) -> float:
         """What another row costs, beside so many, on the average of a few for each sequence."""
@@ -103,24 +115,26 @@ class Price:
         `elapsed_s` is None if the step did more than decode. Steps that are usual set the pace,
         once their cost is known.
         """
-        if num_drafts and self._pace_s:
+        if num_drafts and self._paces:
             seqs, _ = self._place(num_seqs, num_seqs)
             self._observe_drafting(seqs, drafting_s / num_drafts / self.pace_s)
         if elapsed_s is None:
             return
         rows_s = max(0.0, elapsed_s - drafting_s)
         if looks_up:
-            if self._pace_s:
+            if self._paces:
                 extra = max(0.0, rows_s / self.pace_s - self.of(num_seqs, num_rows))
                 self.of_lookups += EXTRA_WEIGHT * (extra - self.of_lookups)
             return
         self.of_lookups *= EXTRA_KEPT  # if they were too dear, try them again
-        if is_usual and self.knows(num_seqs, num_rows):
-            self._pace_s.append(rows_s / self.of(num_seqs, num_rows))
-        else:
-            if not self._pace_s:
-                self._pace_s.append(rows_s)
-            self._observe_rows(num_seqs, num_rows, rows_s / self.pace_s)
+        place, pace_s = self._place(num_seqs, num_rows), self.pace_s or rows_s
+        sets_pace = is_usual and self.knows(num_seqs, num_rows)
+        if sets_pace or not self._paces:
+            self._paces.append(
+                (place, rows_s / (self.of(num_seqs, num_rows) if sets_pace else 1.0))
+            )
+        if not sets_pace or sum([other != place for other, _ in self._paces]) > NUM_TIMES // 2:
+            self._observe_rows(num_seqs, num_rows, rows_s / pace_s)
 
     def _observe_drafting(self, seqs: int, cost: float) -> None:
         mean = self._drafting.get(seqs, cost)
@@ -128,18 +142,25 @@ class Price:
 
     def _observe_rows(self, num_seqs: int, num_rows: int, cost: float) -> None:
         seqs, rows_each = self._place(num_seqs, num_rows)
-        if self._by_rows:  # as much as a step of exactly that size would have cost
+        if self._known:  # as much as a step of exactly that size would have cost
             cost *= self._cost_of_rows(seqs, rows_each) / self.of(num_seqs, num_rows)
         times = self._times.setdefault((seqs, rows_each), deque(maxlen=NUM_TIMES))
         times.append(cost)
         if len(times) >= MIN_TIMES:
             at_seqs = {rows: times for (s, rows), times in self._times.items() if s == seqs}
             self._known[seqs] = _rising((r, t) for r, t in at_seqs.items() if len(t) >= MIN_TIMES)
-            self._by_rows = _rising(
+            self._whatever_seqs = None
+
+    @property
+    def _by_rows(self) -> Points:
+        """Whatever the sequences. Many points, which few steps ask for: not made in each."""
+        if self._whatever_seqs is None:
+            self._whatever_seqs = _rising(
                 (seqs * rows, times)
                 for (seqs, rows), times in self._times.items()
                 if len(times) >= MIN_TIMES
             )
+        return self._whatever_seqs
 
     def _place(self, num_seqs: int, num_rows: int) -> tuple[int, float]:
         """What steps of this size are counted as: sequences, and rows of each."""
@@ -160,11 +181,18 @@ class Price:
         return cost_of_last + max(0.0, more)
 
 
-def _rising(points: Iterable[tuple[float, deque[float]]]) -> Points:
-    """The medians, in the order of rows, and none below one of fewer rows."""
-    ordered = sorted((rows, median(times)) for rows, times in points)
-    costs = accumulate((cost for _, cost in ordered), max)
-    return [(rows, cost) for (rows, _), cost in zip(ordered, costs, strict=True)]
+def _rising(points: Iterable[tuple[float, Iterable[float]]]) -> Points:
+    """The medians, in the order of rows. Where one is below that of fewer rows, the times of both
+    are pooled: to take the larger one would make rows dear wherever a few steps were slow.
+    """
+    pools: list[tuple[list[float], list[float]]] = []  # rows that cost the same, and their times
+    for rows, times in sorted(points, key=lambda point: point[0]):
+        pool = [rows], [*times]
+        while pools and median(pools[-1][1]) > median(pool[1]):
+            more_rows, more_times = pools.pop()
+            pool = more_rows + pool[0], more_times + pool[1]
+        pools.append(pool)
+    return [(rows, median(times)) for all_rows, times in pools for rows in all_rows]
 
 
 def _at(points: Points, rows: float) -> float:
@@ -186,6 +214,11 @@ def _at(points: Points, rows: float) -> float:
 
 def _bucket(num_seqs: int) -> int:
     """Group batch sizes: two groups for each doubling; none counts as one."""
+    return _buckets(num_seqs)[1]
+
+
+def _buckets(num_seqs: int) -> tuple[int, int]:
+    """The largest group's size that is no larger, and the smallest one that is no smaller."""
     num_seqs = max(1, num_seqs)
     step = 1 << max(0, num_seqs.bit_length() - 2)
-    return -(-num_seqs // step) * step
+    return num_seqs // step * step, -(-num_seqs // step) * step

@@ -96,6 +96,38 @@ def test_further_rows_are_cheap_where_the_first_ones_wake_experts() -> None:
     assert first > 3 * last > 0
 
 
+def test_a_price_that_was_measured_while_the_machine_was_busy_is_mended() -> None:
+    """Steps of 16 were three times as slow just then. What is usual later says so."""
+    price = Price()
+    for num_seqs, seconds in ((32, 2.0), (16, 3 * 1.0)):
+        for _ in range(MIN_TIMES):
+            price.observe(num_seqs, num_seqs, 0, seconds)
+    for _ in range(4):
+        for num_seqs, seconds in ((32, 2.0), (16, 1.0)):
+            for _ in range(12):
+                price.observe(num_seqs, num_seqs, 0, seconds)
+    assert price.of(16, 16) / price.of(32, 32) == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_size_between_two_groups_costs_what_lies_between() -> None:
+    price = Price()
+    for num_seqs in (24, 32):
+        for _ in range(MIN_TIMES):
+            price.observe(num_seqs, num_seqs, 0, 1.0 * num_seqs, is_usual=False)
+    unit = price.of(32, 32) / 32
+    for num_seqs in (24, 26, 28, 31):
+        assert price.of(num_seqs, num_seqs) == pytest.approx(unit * num_seqs)
+
+
+def test_a_few_slow_steps_do_not_make_all_further_rows_dear() -> None:
+    price = Price()
+    for num_rows, times in ((4, [1.0] * 9), (8, [2.0] * 3), (12, [1.2] * 9), (16, [1.3] * 9)):
+        for seconds in times:
+            price.observe(4, num_rows, 0, seconds, is_usual=False)
+    assert price.of(4, 8) == price.of(4, 12) == pytest.approx(1.2 * price.of(4, 4))
+    assert price.of(4, 16) == pytest.approx(1.3 * price.of(4, 4))
+
+
 def test_one_step_that_was_held_up_changes_no_price() -> None:
     price = learned([1, 2, 4], 2)
     before = [price.of(4, num_rows) for num_rows in (4, 8, 12)]
