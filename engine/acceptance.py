@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 PRIOR_ACCEPTANCE, PRIOR_DRAFTS = 0.7, 8  # assumed at first, and as how many drafts that counts
 LIKENESS = 4  # drafts that the acceptance of the position before counts as
 KEPT, KEPT_IDLE = 1 - 1 / 48, 0.99  # of what was seen: by a step with drafts, and by one without
+MEAN_WEIGHT = 1 / 256  # of the latest step, in the mean ratio of sequences
 
 
 class Acceptance:
@@ -29,6 +30,7 @@ class Acceptance:
         # By position, of the drafts whose predecessors were accepted; the latest count for most.
         self._right = [PRIOR_ACCEPTANCE * PRIOR_DRAFTS] * max_k
         self._tried = [float(PRIOR_DRAFTS)] * max_k
+        self._mean_ratio = 1.0
         self._of_lengths: dict[int, OwnAcceptance] = defaultdict(AlikeAcceptance)
 
     def of_length(self, num_tokens: int) -> "OwnAcceptance":
@@ -55,6 +57,9 @@ class Acceptance:
         each = zip(wanted, accepted, left_out, ratios, strict=True)
         drafted = [one for one in each if one[0] or one[2]]
         kept, before = KEPT if drafted else KEPT_IDLE, None
+        if drafted:  # Ratios are held against their mean: else chances rise while all ratios fall.
+            mean = sum([ratio for *_, ratio in drafted]) / len(drafted)
+            self._mean_ratio += MEAN_WEIGHT * (mean - self._mean_ratio)
         for j, (right, tried) in enumerate(zip(self._right, self._tried, strict=True)):
             kept_of_it = max(kept, min(1.0, PRIOR_DRAFTS / tried))  # its weight fades, no further
             right, tried = kept_of_it * right, kept_of_it * tried
@@ -62,7 +67,7 @@ class Acceptance:
             for num_drafts, num_accepted, chance, ratio in drafted:
                 if j > num_accepted or j > num_drafts or (j == num_drafts and not chance):
                     continue
-                weight = min(ratio, most)
+                weight = min(ratio, most) / self._mean_ratio
                 right += (num_accepted > j) if j < num_drafts else chance * weight
                 tried += weight
             self._right[j], self._tried[j] = right, tried

@@ -86,3 +86,19 @@ def test_a_sequence_is_taken_to_be_like_those_as_long(tiny_model: Tiny) -> None:
     for own in owns:  # nothing is seen of them; the others go on
         own.observe(0, 0, [], of_long)
     assert [own.ratio for own in owns] == [of_long, of_long]
+
+
+def test_what_is_known_of_all_stays_a_chance_however_long_sequences_are_compared_with_it() -> None:
+    """Half of all ratios and twice all chances would say the same of each sequence."""
+    rng, of_all = random.Random(0), Acceptance(3)
+    sequences = [OwnAcceptance() for _ in range(8)]
+    for step in range(6000):
+        accepted = [next((j for j in range(3) if rng.random() >= 0.7), 3) for _ in sequences]
+        ratios, alike = [own.ratio for own in sequences], of_all.of_length(1000)
+        for own, num_accepted in zip(sequences, accepted, strict=True):
+            alike.observe(3, num_accepted, of_all.by_position)
+            own.observe(3, num_accepted, of_all.by_position, alike.ratio)
+        of_all.observe([3] * 8, accepted, ratios=ratios)
+        ended = sequences[step % 8] = OwnAcceptance()
+        ended.ratio = alike.ratio
+    assert of_all.by_position == pytest.approx([0.7] * 3, abs=0.1)
