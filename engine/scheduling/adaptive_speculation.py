@@ -3,7 +3,8 @@
 A step with k drafts of a sequence emits `1 + sum_j P(its first j drafts are accepted)` tokens of
 it. How often drafts are accepted is seen while decoding, of all sequences and of each; what a step
 costs is known from others (`price.py`). On a GPU, a server learns this before it is ready
-(`learning.py`). Where a step with as many sequences was never timed, nothing is drafted.
+(`learning.py`). Where a step with as many sequences was never timed, nothing is drafted, so that it
+is; if prompts keep it from being timed, prices of other sizes serve.
 
 For each k, the likeliest drafts of the whole batch get rows, as many as pay. The k with the most
 tokens a second is used. Now and then another is tried, for which at most a small part of the time
@@ -127,7 +128,7 @@ class AdaptiveSpeculation:
         is_timed = times_decoding(num_prompt_rows, num_seqs)
         self.is_trial = self.is_measuring = False
         self.budget = None
-        if num_seqs > 0 and not self.price.knows(num_seqs):
+        if num_seqs > 0 and not self.price.knows(num_seqs) and (is_timed or self.price.is_empty):
             self.k, self.is_measuring = 0, is_timed
             return [0] * len(owns)
         if not owns or self._max_k == 0:
@@ -152,14 +153,13 @@ class AdaptiveSpeculation:
         ks = {choice.k}
         if num_prompt_rows and not self.is_trial:
             # What a draft has missed has no price: so it reads no more often than it would anyway.
-            is_fixed = self._falls_behind or self._stops_early
-            ks = {0, choice.k} if is_fixed else set(range(self._max_k + 1))
+            ks = set(range(self._max_k + 1))
+            if self._falls_behind and (choice.k == 0 or not self._stops_early):
+                ks = {0, choice.k}
         self.k = choice.k
         if ks == {0}:
             return [0] * len(owns)
         chances_np = self._chances(owns)
-        if batch != self._batch:
-            choice = self._compare(batch, chances_np)[choice.k]
         if len(ks) > 1:
             # Prompts cost what they cost: what drafts add to it must bring as much as ever.
             batch = batch._replace(num_rows=batch.num_rows + num_prompt_rows)
@@ -172,7 +172,11 @@ class AdaptiveSpeculation:
                     - (least if each.k not in (0, self.k) else 0.0)
                 ),
             )
+            if self._stops_early and choice.k:
+                choice = choice._replace(k=self._max_k)
             self.k = max(self.k, choice.k)
+        elif batch != self._batch and self._batch is not None:
+            choice = self._again(choice, self._batch, batch, chances_np)
         if not self._ranks:
             return self._shares(choice, chances_np)
         is_cut = choice.num_drafts < choice.k * len(owns)
@@ -333,6 +337,16 @@ class AdaptiveSpeculation:
             choices[self._max_k] = best._replace(k=self._max_k)
         return choices
 
+    def _again(
+        self, choice: Choice, before: _Batch, batch: _Batch, chances_np: np.ndarray
+    ) -> Choice:
+        """The same of a batch that is like the one `before`. Shape: chances_np [S, max_k]."""
+        if self._stops_early:
+            return self._compare(batch, chances_np)[choice.k]
+        whole, *parts = self._options(choice.k, batch, chances_np)
+        is_cut = choice.num_drafts < choice.k * before.num_open
+        return max(parts, key=attrgetter("rate"), default=whole) if is_cut else whole
+
     def _options(self, k: int, batch: "_Batch", chances_np: np.ndarray) -> list[Choice]:
         """What a step could do with k drafts of a sequence at most: all of them first, or the
         likeliest. Shape: chances_np [S, max_k].
@@ -361,10 +375,12 @@ class AdaptiveSpeculation:
         """How many of a step's drafts each sequence gets: the likeliest are made. Among equal ones
         an earlier draft of a sequence comes first. Shape: chances_np [S, max_k] -> [S].
         """
-        num_seqs = len(chances_np)
-        if choice.num_drafts == choice.k * num_seqs:
+        num_seqs, depth = len(chances_np), choice.k
+        if self._stops_early:  # the best k is less, and what follows it is decided while drafting
+            depth = -(-choice.num_drafts // num_seqs)
+        if choice.num_drafts == depth * num_seqs:
             return [choice.k] * num_seqs
-        falling_np = np.argsort(-chances_np[:, : choice.k].T.ravel(), kind="stable")
+        falling_np = np.argsort(-chances_np[:, :depth].T.ravel(), kind="stable")
         counts_np = np.bincount(falling_np[: choice.num_drafts] % num_seqs, minlength=num_seqs)
         if self._stops_early:
             counts_np = np.where(counts_np > 0, choice.k, 0)

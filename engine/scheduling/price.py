@@ -21,7 +21,7 @@ FEW = 3  # rows over which the cost of one is averaged, so that noise does not m
 DRAFTING_WEIGHT = 1 / 8  # of the latest step, in the mean time of a draft
 EXTRA_WEIGHT, EXTRA_KEPT = 1 / 4, 0.98  # of the latest step with lookups; after one without
 
-Place = tuple[int, float]  # (sequences, rows of each), as steps are counted
+StepSize = tuple[int, float]  # (sequences, rows of each), as steps are counted
 Points = list[tuple[float, float]]  # (rows, cost), ascending in both
 Padding = Callable[[int, int], tuple[int, int]]  # (sequences, rows) -> those that are computed
 
@@ -43,7 +43,7 @@ class Price:
         self._whatever_seqs: Points | None = None  # (rows, cost); None: to be made anew
         self._drafting: dict[int, float] = {}  # by sequences
         # Of the latest usual steps: what they are counted as, and seconds for a cost of 1.
-        self._paces: deque[tuple[Place, float]] = deque(maxlen=NUM_TIMES)
+        self._paces: deque[tuple[StepSize, float]] = deque(maxlen=NUM_TIMES)
         # What a step with looked-up drafts costs besides their rows, however few they are.
         self.of_lookups = 0.0
 
@@ -162,7 +162,7 @@ class Price:
             )
         return self._whatever_seqs
 
-    def _place(self, num_seqs: int, num_rows: int) -> tuple[int, float]:
+    def _place(self, num_seqs: int, num_rows: int) -> StepSize:
         """What steps of this size are counted as: sequences, and rows of each."""
         num_seqs, num_rows = self.padding(num_seqs, num_rows)
         rows_each = num_rows / num_seqs

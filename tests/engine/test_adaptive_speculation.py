@@ -303,6 +303,37 @@ def test_a_head_drafts_beside_prompts_though_it_does_not_pay_without_them(
     assert drafted == (0 if falls_behind else 3)
 
 
+def test_beside_prompts_the_price_of_other_sizes_will_do() -> None:
+    """No such step shows what decoding costs. Without prompts one of this size is timed first."""
+    adaptive = AdaptiveSpeculation(3, falls_behind=False, price=known(memory_bound, 32, 3))
+    assert choose(adaptive, 8, num_prompt_rows=400) > 0
+    assert not adaptive.is_measuring
+    assert choose(adaptive, 8) == 0
+    assert adaptive.is_measuring
+
+
+def test_where_drafts_stop_early_the_best_k_says_who_has_any() -> None:
+    """That is one, of all. Half of the sequences are likelier to have a second one accepted than
+    the others a first.
+    """
+    price = known(lambda _, k: (1.0, 1.16, 3.0, 4.0)[k], 8, 3)
+    adaptive = AdaptiveSpeculation(3, stops_early=True, price=price)
+    adaptive.acceptance.by_position = [0.7, 0.65, 0.6]
+    good, fair = OwnAcceptance(), OwnAcceptance()
+    fair.ratio = 0.63
+    assert adaptive.choose(8, [good, fair] * 4) == [3] * 8
+
+
+@pytest.mark.parametrize("falls_behind", [False, True])
+def test_drafts_that_stop_early_pay_beside_prompts_as_the_best_k_does(falls_behind: bool) -> None:
+    """All three of each would cost more than they bring."""
+    price = known(lambda n, k: 1.0 + 0.05 * n * (k + 1), 8, 3)
+    adaptive = AdaptiveSpeculation(3, stops_early=True, falls_behind=falls_behind, price=price)
+    adaptive.acceptance.by_position = [0.9, 0.1, 0.1]
+    assert choose(adaptive, 8) == 3
+    assert choose(adaptive, 8, num_prompt_rows=400) == 3
+
+
 def test_a_size_whose_plain_steps_are_unknown_can_be_asked_about() -> None:
     adaptive = AdaptiveSpeculation(4, stops_early=True)
     for _ in range(8):
