@@ -7,7 +7,6 @@ long the text is.
 
 from array import array
 from collections import OrderedDict
-from functools import cached_property
 from itertools import count
 
 import numpy as np
@@ -249,13 +248,8 @@ class Suffixes:
 
     def __init__(self, min_tokens: int, cache_salt: str, answers: "RecentAnswers") -> None:
         """Of the answers it looks into those of its own cache salt."""
-        self._min_tokens, self._answers, self._cache_salt = min_tokens, answers, cache_salt
+        self._own, self._answers, self._cache_salt = Corpus(min_tokens), answers, cache_salt
         self._place = self._num_known = 0  # where the text went on as it does now, and when
-
-    @cached_property
-    def _own(self) -> Corpus:
-        """Made when it is looked into: for many short answers it never is."""
-        return Corpus(self._min_tokens)
 
     def find(self, token_ids: list[int], num_following: int) -> Found | None:
         own, num_known = self._own, len(token_ids)
