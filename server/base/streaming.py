@@ -121,12 +121,8 @@ class EventStream(Response):
                 if loop.time() >= sent_s + SILENCE_S:
                     await send_event(self._sign)
 
-        def start_signs() -> None:
-            signs.append(loop.create_task(send_signs()))
-
-        signs: list[asyncio.Task[None]] = []  # one, once the stream is old enough to need any
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        timer = loop.call_later(SILENCE_S, start_signs)
+        signs = loop.create_task(send_signs())
         try:
             async for event in self._events:
                 await send_event(event)
@@ -137,7 +133,5 @@ class EventStream(Response):
             scope["state"] |= {"outcome": "error", "reason": answer.reason}
             await send_event(await self._failed(answer))
         finally:
-            timer.cancel()
-            for task in signs:
-                task.cancel()
+            signs.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
