@@ -5,23 +5,9 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 
-class PlainCommand(TyperCommand):
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        super(TyperCommand, self).format_help(ctx, formatter)
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_panels(self, ctx, formatter)
-
-
-class PlainGroup(TyperGroup):
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        super(TyperGroup, self).format_help(ctx, formatter)
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_panels(self, ctx, formatter)
-
-
-def _write_panels(command: Any, ctx: Any, formatter: Any) -> None:
+def _write_help(command: Any, ctx: Any, formatter: Any) -> None:
+    command.format_usage(ctx, formatter)
+    command.format_help_text(ctx, formatter)
     panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
     for parameter in command.get_params(ctx):
         name, text = parameter.get_help_record(ctx)
@@ -36,8 +22,17 @@ def _write_panels(command: Any, ctx: Any, formatter: Any) -> None:
         if entries:
             with formatter.section(panel):
                 formatter.write_dl(entries)
+    command.format_epilog(ctx, formatter)
 
 
 def _panel(shown: Any, default: str) -> str:
     panel = getattr(shown, "rich_help_panel", None)
     return panel if isinstance(panel, str) else default
+
+
+class PlainCommand(TyperCommand):
+    format_help = _write_help
+
+
+class PlainGroup(TyperGroup):
+    format_help = _write_help

@@ -183,3 +183,8 @@ class SpeculationSettings(SettingsSection):
     def sources(self) -> tuple[SourceName, ...]:
         """The sources of drafts, once `auto` is resolved."""
         return tuple(name for name in get_args(SourceName) if name in self.proposer)
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether a model or head drafts, once `auto` is resolved."""
+        return "draft_model" in self.proposer and self.num_speculative_tokens != 0

@@ -15,7 +15,7 @@ from outrider.engine.ranks.fit import Weights
 
 from ..config.pair_settings import MTP, DraftSettings
 from ..config.settings import Settings
-from ..models.choice import choose, with_proposer
+from ..models.choice import choose
 from ..models.pair import model_config, text_config
 from ..models.resolve import find, is_hub_id
 from ..models.store import ModelError
@@ -48,13 +48,10 @@ def _by_files(settings: Settings) -> PairWeights:
     name = settings.target.model
     target = find(name, settings.target.revision)
     config = text_config(target, settings.target)
-    if settings.speculation.proposer == ("auto",):
-        settings, _ = choose(settings, target, config)
-    else:
-        settings = with_proposer(settings, *settings.speculation.proposer)
+    settings, _ = choose(settings, target, config)
     draft, text = None, f"{name} takes"
-    speculation, dtype = settings.speculation, settings.target.dtype
-    if "draft_model" in speculation.sources and speculation.num_speculative_tokens:
+    dtype = settings.target.dtype
+    if settings.speculation.has_draft_model:
         try:
             draft = _draft(settings.draft, target)
             text = f"{name} and its draft, {settings.draft.model}, take"

@@ -22,11 +22,15 @@ LOOKUP_TOKENS = 5  # drafts a step of prompt lookup: they cost next to nothing
 def choose(
     settings: Settings, directory: Path, config: Any, *, without_hub: bool = False
 ) -> tuple[Settings, str]:
-    """The draft that the settings name, or the best known one, or prompt lookup, in this order.
+    """What the settings say by which to draft; if that is auto, the draft that they name, or the
+    best known one, or prompt lookup, in this order.
 
     `directory` and `config` are those of the target. Returns settings with the chosen proposer and
-    draft, and the reason in words. `without_hub` leaves out drafts that would come from a hub.
+    draft, and the reason of a choice in words. `without_hub` leaves out drafts that would come from
+    a hub.
     """
+    if settings.speculation.proposer != ("auto",):
+        return with_proposer(settings, *settings.speculation.proposer), ""
     if settings.speculation.num_speculative_tokens == 0:
         return with_proposer(settings, "none"), "draft: none, as k is 0"
     if (named := settings.draft.model) is not None:

@@ -30,7 +30,7 @@ from ..config.pair_settings import MTP, DraftSettings, TargetSettings
 from ..config.settings import Settings
 from ..text.chat_template import read_template
 from ..text.tokenizer import Tokenizer, TokenizerData
-from .choice import choose, instead_of, target_of, with_lookup_alone, with_proposer
+from .choice import choose, instead_of, target_of, with_lookup_alone
 from .resolve import resolve
 from .store import ModelError
 from .vocabulary import SAMPLE, Vocabulary, draft_vocabulary, shared_vocab_size
@@ -90,10 +90,8 @@ def prepare_pair(settings: Settings, report: ReportProgress = ignore_progress) -
             return instead
         return f"Without --draft the best known one that can be loaded is taken, or else {instead}"
 
-    if settings.speculation.proposer != ("auto",):
-        chosen = with_proposer(settings, *settings.speculation.proposer)
-    else:
-        chosen, reason = choose(settings, target, config)
+    chosen, reason = choose(settings, target, config)
+    if reason:
         log.info("%s", reason)
     try:
         return pair(chosen)
@@ -127,8 +125,7 @@ def _pair(
     tokenizer.chat_template = template or tokenizer.chat_template
     own_vocabulary = Vocabulary.of(tokenizer, config.vocab_size)
     vocab_size, draft, vocabulary = own_vocabulary.size, None, None
-    speculation = settings.speculation
-    if "draft_model" in speculation.sources and speculation.num_speculative_tokens:
+    if settings.speculation.has_draft_model:
         assert settings.draft.model is not None  # ensured by the settings
         with _naming("draft.model", settings.draft.model, DraftError):
             draft = _draft(settings.draft, target, config, report)
