@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.model.block_scaled_trial import try_block_scaled_product
 from outrider.kernels.model.expert_matrix import (
     Activation,
     ExpertMatrix,
@@ -41,6 +40,7 @@ from outrider.kernels.model.narrow_matrix import (
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Router, Routing
 from outrider.kernels.model.row_codes import Rows, plain
+from outrider.kernels.model.scaled_trial import try_scaled_product
 
 from .admission import UnsupportedModelError
 from .checkpoint import AnyCheckpoint, Lent, check_shape
@@ -89,7 +89,7 @@ class StackedExperts(ExpertWeights):
             # One after the other, as a program reads a block's.
             by_block = matrix.scale.t().clone(memory_format=torch.contiguous_format)
             matrix = matrix._replace(scale=by_block.t())
-            try_block_scaled_product(matrix, dtype)
+            try_scaled_product(matrix, dtype)
         elif isinstance(matrix, NarrowMatrix) and is_mxfp4(matrix):
             try_mxfp4_few_rows(matrix.codes.device, dtype)
         self._matrix, self._num_experts, self._dtype = matrix, num_experts, dtype

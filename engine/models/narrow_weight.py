@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import converts_fp8, uses_triton
-from outrider.kernels.model.block_scaled_trial import try_block_scaled_product
 from outrider.kernels.model.narrow_linear import add_narrow_linear, narrow_linear
 from outrider.kernels.model.narrow_matrix import (
     NarrowMatrix,
@@ -18,8 +17,8 @@ from outrider.kernels.model.narrow_matrix import (
 )
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.row_codes import Rows, plain, round_rows, rounded_rows
-from outrider.kernels.model.row_scaled_trial import try_row_scaled_product
 from outrider.kernels.model.scaled_linear import add_scaled_linear, scaled_linear
+from outrider.kernels.model.scaled_trial import try_scaled_product
 
 from .admission import UnsupportedModelError
 from .weights import Dense, Fused, Linear, Matrix, finished, normed
@@ -70,8 +69,7 @@ class Scaled(Narrow):
         super().__init__(matrix, dtype, batch_invariant=True)
         self.format = f"{matrix.kind} (inputs too)"
         self.row_format = matrix.row_format
-        try_block_scaled_product(matrix, dtype)
-        try_row_scaled_product(matrix, dtype)
+        try_scaled_product(matrix, dtype)
 
     def multiply(self, x: Rows, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
         return scaled_linear(x, self.matrix, bias, **fused)

@@ -28,7 +28,7 @@ _OUTS = gl.constexpr(128)  # outputs that share a scale: the rows of the matrix 
 _HALF = gl.constexpr(64)  # of them, which are copied at once; if gated, the others are of `up`
 _TOGETHER = gl.constexpr(8)  # blocks of rows whose programs run together and share the matrix
 
-# Devices on which it does not work; `block_scaled_trial` finds them out.
+# Devices on which it does not work; `scaled_trial` finds them out.
 failed: set[torch.device] = set()
 
 

@@ -28,7 +28,7 @@ _WIDE, _NARROW = 256, 128  # rows of the matrix in a tile
 _MORE_COPIES = 1.1  # by how much narrow tiles are slower, measured on an H200
 _TOGETHER = gl.constexpr(16)  # blocks of rows whose programs run together and share the matrix
 
-# Devices on which it does not work; `row_scaled_trial` finds them out.
+# Devices on which it does not work; `scaled_trial` finds them out.
 failed: set[torch.device] = set()
 
 

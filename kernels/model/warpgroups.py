@@ -5,11 +5,12 @@ has a kernel for other GPUs beside it, which sums in the same order.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .._dispatch import is_hopper
+from ..compiling import compile_together
 from ..triton_or_none import HAS_GLUON, TensorDescriptor, gl, gluon, hopper, triton
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,18 @@ def works(find_error: Callable[[], float], most: float, otherwise: str) -> bool:
         reason = f"its results are wrong by {100 * error:.2g}%"
     log.warning("%s, since that for Hopper GPUs does not work here (%s)", otherwise, reason)
     return False
+
+
+def largest_difference(
+    ways: Sequence[Sequence[Callable[[], torch.Tensor]]], device: torch.device, num_rows: int = 0
+) -> float:
+    """The largest relative one between what the first call of a way gives and what its others give,
+    of the last `num_rows` rows (0: all); NaN if one is. They are compiled together.
+    """
+    compile_together([call for calls in ways for call in calls], device)
+    outs = [[call().float()[-num_rows:] for call in calls] for calls in ways]
+    found = [(y - first).norm() / first.norm() for first, *more in outs for y in more]
+    return float(torch.stack(found).max())
 
 
 def registers_of(num_warpgroups: int, copying: int, programs: int = 1) -> tuple[int, int]:

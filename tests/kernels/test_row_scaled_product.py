@@ -18,8 +18,8 @@ from verification import DEVICE
 from outrider.kernels.model import few_rows_codes, tiles
 from outrider.kernels.model import row_scaled_few_rows as few_rows
 from outrider.kernels.model import row_scaled_product as module
-from outrider.kernels.model import row_scaled_trial as trial
 from outrider.kernels.model import scaled_product as products
+from outrider.kernels.model import scaled_trial as trial
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
 from outrider.kernels.model.row_codes import RowCodes
 from outrider.kernels.model.scaled_product import parts_of, scaled_product
@@ -236,7 +236,7 @@ def test_parts_have_the_same_bits_among_some_rows_as_among_few(
 
 @on_gpu
 def test_it_works_here() -> None:
-    assert trial._error(DEVICE, torch.bfloat16) == 0.0
+    assert trial.error_of_rows(DEVICE, torch.bfloat16) == 0.0
 
 
 @interpreted
@@ -256,8 +256,8 @@ def test_tiles_are_narrow_where_wide_ones_leave_more_programs_without_work() -> 
 
     assert outs(1000, 5120) == 128  # 160 tiles of 256
     assert outs(8192, 5120) == outs(4096, 5120) == 256
-    assert outs(trial._ROWS, trial._NUM_OUT) == 256
-    assert outs(trial._ROWS, trial._FEWER_OUT) == 128
+    assert outs(trial._MANY, trial._NUM_OUT) == 256
+    assert outs(trial._MANY, trial._FEWER_OUT) == 128
     assert module._outs(1000, 5120, 132, 1, gated=True) == 256
     assert module._outs(8192, 4096, 132, 2, gated=False) == 128
 
@@ -284,17 +284,16 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
     monkeypatch.setattr(trial, "scaled_product", multiply)
     monkeypatch.setattr(trial, "_NUM_OUT", 512)
     monkeypatch.setattr(trial, "_FEWER_OUT", 256)
-    for place in (module, trial):
-        monkeypatch.setattr(place, "failed", failed)
+    monkeypatch.setattr(module, "failed", failed)
 
     def is_for(make: Callable[[int, int], NarrowMatrix] = make_matrix) -> bool:
         matrix = make(128, 256)
-        trial.try_row_scaled_product(matrix, torch.bfloat16)
+        trial.try_scaled_product(matrix, torch.bfloat16)
         return module.is_for(matrix)
 
-    trial._try.cache_clear()
+    trial.try_rows.cache_clear()
     yield is_for
-    trial._try.cache_clear()
+    trial.try_rows.cache_clear()
 
 
 @interpreted
