@@ -14,24 +14,12 @@ from outrider.kernels.model.state_layer import StateHeads, StateWeights
 from ..attention import ForwardBatch
 from ..checkpoint import AnyCheckpoint
 from ..shares import Cut, Outputs, Section
-from ..weights import Linear
-from .base import Part
-from .head_states import HeadStates
+from .head_states import HeadStates, StatePart
 
 
 @dataclass(slots=True)
-class DeltaNet(Part):
+class DeltaNet(StatePart):
     """output(norm(delta_net(q, k, v, b, a)) silu(z)),  q, k, v, z, b, a = inputs(norm(x))."""
-
-    inputs: Linear
-    output: Linear
-    weights: StateWeights
-    gated_norm: Norm  # of each value head
-    state: HeadStates
-
-    def __post_init__(self) -> None:
-        self.norm = self.norm and self.inputs.weight.before(self.norm)
-        self.gated_norm = self.output.weight.before(self.gated_norm)
 
     @staticmethod
     def read(

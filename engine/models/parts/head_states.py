@@ -1,4 +1,7 @@
-"""What a layer with a state keeps in a sequence's slot; see `kernels/model/state_layer.py`."""
+"""Parts with a state of a whole sequence, and what they keep of it in its slot.
+
+See `kernels/model/state_layer.py`.
+"""
 
 import math
 from dataclasses import dataclass
@@ -6,10 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.kernels.model.state_layer import StateHeads, StateMemory, rows_kept
+from outrider.kernels.model.rms_norm import Norm
+from outrider.kernels.model.state_layer import StateHeads, StateMemory, StateWeights, rows_kept
 from outrider.kernels.model.state_trial import try_cells
 
 from ..slot_state import SlotState
+from ..weights import Linear
+from .base import Part
 
 _ALIGNMENT = 128  # bytes, of each layer's fields
 
@@ -56,6 +62,21 @@ class HeadStates(SlotState):
     def bound(self) -> StateMemory:
         assert self.memory is not None, "a layer before its state was bound"
         return self.memory
+
+
+@dataclass(slots=True)
+class StatePart(Part):
+    """output(gated norm of what rows read from states), between two linear layers."""
+
+    inputs: Linear
+    output: Linear
+    weights: StateWeights
+    gated_norm: Norm  # of each value head, or of each group of them: [groups, dim]
+    state: HeadStates
+
+    def __post_init__(self) -> None:
+        self.norm = self.norm and self.inputs.weight.before(self.norm)
+        self.gated_norm = self.output.weight.before(self.gated_norm)
 
 
 def _as(memory: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:

@@ -15,24 +15,12 @@ from outrider.kernels.model.state_layer import StateHeads, StateWeights
 from ..attention import ForwardBatch
 from ..checkpoint import AnyCheckpoint
 from ..shares import Cut, Section
-from ..weights import Linear
-from .base import Part
-from .head_states import HeadStates
+from .head_states import HeadStates, StatePart
 
 
 @dataclass(slots=True)
-class Mamba2(Part):
+class Mamba2(StatePart):
     """output(norm(mamba2(v, k, q, dt) silu(z))),  z, v, k, q, dt = inputs(norm(x))."""
-
-    inputs: Linear
-    output: Linear
-    weights: StateWeights
-    gated_norm: Norm  # of each group of value heads, which share a key head: [groups, dim]
-    state: HeadStates
-
-    def __post_init__(self) -> None:
-        self.norm = self.norm and self.inputs.weight.before(self.norm)
-        self.gated_norm = self.output.weight.before(self.gated_norm)
 
     @staticmethod
     def why_impossible(
