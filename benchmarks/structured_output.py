@@ -28,7 +28,7 @@ from outrider.engine.logit_edits import RequestRows
 from outrider.engine.logit_edits.grammars import Grammars
 from outrider.server.grammar.structured_outputs import lark_of_schema
 from outrider.server.models.builtin import BUILTINS, obtain
-from outrider.server.text.tokenizer import Tokenizer
+from outrider.server.text.tokenizer import Tokenizer, TokenizerData
 
 K = 4
 _apply = Grammars.apply
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     target = obtain(BUILTINS["smollm2-135m-instruct"], ignore_progress)
-    tokenizer = Tokenizer.of(AutoTokenizer.from_pretrained(target))
+    tokenizer = Tokenizer(TokenizerData.of(AutoTokenizer.from_pretrained(target)))
     assert tokenizer.chat_template is not None
     prompts = [
         tokenizer.encode(

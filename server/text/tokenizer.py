@@ -96,10 +96,6 @@ class Tokenizer:
         self.longest_token = max(map(len, backend.get_vocab()))
         self._token_texts: dict[int, str] = {}
 
-    @classmethod
-    def of(cls, wrapper: "PreTrainedTokenizerBase") -> "Tokenizer":
-        return cls(TokenizerData.of(wrapper))
-
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # A batch of one, because `encode` would hold the GIL, and so block the event loop.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)

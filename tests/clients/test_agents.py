@@ -16,10 +16,9 @@ from running_server import RunningServer
 from scripted_client import steps
 from served import MODEL, Served
 from socket_server import on_a_socket
-from tokenizers_for_tests import byte_level_wrapper
+from tokenizers_for_tests import byte_level_wrapper, tokenizer_of
 
 from outrider.engine.api import NewRequest, RequestOutput
-from outrider.server.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +62,7 @@ class Agent:
         self.arguments: dict[str, dict[str, Any]] = {}  # by the tool's name
         wrapper = byte_level_wrapper()
         wrapper.chat_template = TEMPLATE
-        self._tokenizer = Tokenizer.of(wrapper)
+        self._tokenizer = tokenizer_of(wrapper)
         self.served = Served(self._answer, self._tokenizer, tool_call_format="hermes")
         self.set_context(400_000)
 

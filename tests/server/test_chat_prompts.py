@@ -8,11 +8,10 @@ from asgi import post
 from chat_requests import HI, PROMPT, TOOL, Serve, chat
 from scripted_client import steps
 from served import Served
-from tokenizers_for_tests import byte_level_wrapper
+from tokenizers_for_tests import byte_level_wrapper, tokenizer_of
 
 from outrider.server.api.chat_protocol import ChatCompletionRequest
 from outrider.server.api.responses_protocol import ResponsesRequest
-from outrider.server.text.tokenizer import Tokenizer
 
 
 def prompt_of(served: Served, **fields: Any) -> str:
@@ -190,7 +189,7 @@ def test_an_answer_of_no_content_and_no_calls_is_empty(serve: Serve) -> None:
 def test_no_calls_are_no_list_of_calls_to_the_template() -> None:
     wrapper = byte_level_wrapper()
     wrapper.chat_template = "{{ messages[-1].content }}{{ 'tool_calls' in messages[-1] }}"
-    served = Served(lambda request: steps(request, [70]), Tokenizer.of(wrapper))
+    served = Served(lambda request: steps(request, [70]), tokenizer_of(wrapper))
     messages = [*HI, {"role": "assistant", "content": "Yes.", "tool_calls": []}]
     assert prompt_of(served, messages=messages) == "Yes.False"
 
@@ -207,11 +206,11 @@ def test_arguments_that_are_no_json_reach_the_template_as_text(arguments: str) -
     messages = [*HI, {"role": "assistant", "tool_calls": [call]}]
     wrapper = byte_level_wrapper()
     wrapper.chat_template = TELLS_CALLS
-    served = Served(lambda request: steps(request, [70]), Tokenizer.of(wrapper))
+    served = Served(lambda request: steps(request, [70]), tokenizer_of(wrapper))
     assert prompt_of(served, messages=messages) == json.dumps(arguments)
     # A template that needs an object refuses them.
     wrapper.chat_template = LISTS_ARGUMENTS
-    served = Served(lambda request: steps(request, [70]), Tokenizer.of(wrapper))
+    served = Served(lambda request: steps(request, [70]), tokenizer_of(wrapper))
     refused = chat(served, messages=messages)
     assert (refused.status, refused.error["param"]) == (400, "messages")
     assert "chat template refuses" in refused.error["message"]

@@ -3,10 +3,9 @@
 from typing import Any
 
 import pytest
-from tokenizers_for_tests import CHAT_TEMPLATE, byte_level_wrapper
+from tokenizers_for_tests import CHAT_TEMPLATE, byte_level_wrapper, tokenizer_of
 
 from outrider.server.text.chat_template import ChatTemplateError
-from outrider.server.text.tokenizer import Tokenizer
 
 USER = {"role": "user", "content": "Hi "}
 ASSISTANT = {"role": "assistant", "content": "Hello", "name": None, "reasoning": "so"}
@@ -47,7 +46,7 @@ def test_a_prompt_is_what_transformers_makes(name: str, case: int) -> None:
     asked |= {"variables": {}} | given
     wrapper = byte_level_wrapper()
     wrapper.chat_template = TEMPLATES[name]
-    template = Tokenizer.of(wrapper).chat_template
+    template = tokenizer_of(wrapper).chat_template
     assert template is not None
     expected = wrapper.apply_chat_template(
         messages,
@@ -63,7 +62,7 @@ def test_a_prompt_is_what_transformers_makes(name: str, case: int) -> None:
 def test_templates_without_a_default_say_so() -> None:
     wrapper = byte_level_wrapper()
     wrapper.chat_template = {"rag": "x"}
-    template = Tokenizer.of(wrapper).chat_template
+    template = tokenizer_of(wrapper).chat_template
     assert template is not None
     with pytest.raises(ChatTemplateError, match="none of its templates is the default: rag"):
         template.render(

@@ -10,7 +10,7 @@ from asgi import post
 from scripted_client import saying, steps
 from served import Served
 from tokenizers import processors
-from tokenizers_for_tests import BOS, EOS, byte_level_tokenizer, byte_level_wrapper
+from tokenizers_for_tests import BOS, EOS, byte_level_tokenizer, byte_level_wrapper, tokenizer_of
 from transformers import PreTrainedTokenizerFast
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
@@ -293,7 +293,7 @@ def test_tokens_of_an_echoed_text_are_returned_at_their_places_in_it(
         wrapper.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", special_tokens=[(BOS, 1)]
         )
-    served = Served(lambda request: steps(request, [70]), Tokenizer.of(wrapper))
+    served = Served(lambda request: steps(request, [70]), tokenizer_of(wrapper))
     body = {"prompt": f"the{EOS} fox{EOS}", "echo": True, "logprobs": 0, "max_tokens": 1}
     (choice,) = post(served.app, body | {"skip_special_tokens": skip}).json()["choices"]
     assert choice["text"].startswith(f"the{EOS} fox{EOS}")
@@ -393,7 +393,7 @@ def test_gap_before_a_suffix_is_filled_by_a_model_that_can(
 ) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.backend.add_special_tokens([*marks, "<|file_sep|>"])
-    tokenizer = type(tokenizer).of(PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend))
+    tokenizer = tokenizer_of(PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend))
     ids = [tokenizer.backend.token_to_id(mark) for mark in marks]
     served = Served(lambda request: steps(request, [70, 71], finish="stop"), tokenizer)
     reply = post(served.app, {"prompt": "def f(", "suffix": "return 1"})
@@ -440,7 +440,7 @@ def test_a_prompt_with_a_gap_keeps_its_marks(limit: int, side: str, num_kept: in
     tokenizer = byte_level_tokenizer()
     marks = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
     tokenizer.backend.add_special_tokens([*marks])
-    tokenizer = type(tokenizer).of(PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend))
+    tokenizer = tokenizer_of(PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend))
     served = Served(lambda request: steps(request, [70]), tokenizer)
     body = {"prompt": [70] * 600, "suffix": "x" * 5000, "max_tokens": 10}
     cut = {"truncate_prompt_tokens": limit, "truncation_side": side}

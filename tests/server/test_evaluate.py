@@ -14,6 +14,7 @@ from engines import engine_config
 from in_process import InProcessEngine
 from rich.console import Console
 from tiny_pairs import save_tiny_model_with_tokenizer
+from tokenizers_for_tests import tokenizer_of
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -34,7 +35,6 @@ from outrider.server.evaluation.measure import (
 from outrider.server.evaluation.report import ALL, as_json, best_k, by_category, print_tables
 from outrider.server.models import known_drafts
 from outrider.server.models.known_drafts import KnownDraft
-from outrider.server.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_prompts_of_every_category_are_shipped() -> None:
 
 
 def test_raw_text_gets_no_chat_template(target: Path) -> None:
-    tokenizer = Tokenizer.of(AutoTokenizer.from_pretrained(target))
+    tokenizer = tokenizer_of(AutoTokenizer.from_pretrained(target))
     [text] = held_out_prompts()[RAW][0]
     raw, chat = (_encode(tokenizer, [text], is_raw=is_raw) for is_raw in (True, False))
     assert tokenizer.decode(raw, skip_special_tokens=False) == text

@@ -10,7 +10,7 @@ from scripted_client import steps
 from served import Served
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
-from tokenizers_for_tests import EOS
+from tokenizers_for_tests import EOS, tokenizer_of
 from transformers import PreTrainedTokenizerFast
 
 from outrider.engine.api import NewRequest, RequestOutput, TokenLogprobs
@@ -202,7 +202,7 @@ def test_spaces_between_special_tokens_can_be_declined() -> None:
     backend = Backend(models.WordLevel({EOS: 0, "<a>": 1, "word": 2, "?": 3}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     backend.add_special_tokens([EOS, "<a>"])
-    spaced = Tokenizer.of(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS))
+    spaced = tokenizer_of(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS))
     served = Served(lambda request: steps(request, [2, 0, 1, 1, 2]), spaced)
 
     def text(**options: Any) -> Any:

@@ -12,7 +12,7 @@ from asgi import Reply, post
 from served import Served
 from tiny_models import save_tiny_model
 from tiny_server import serving
-from tokenizers_for_tests import byte_level_wrapper
+from tokenizers_for_tests import byte_level_wrapper, tokenizer_of
 
 from outrider.server.text.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ Pair = tuple[Path, Path]
 def with_markers(*markers: str) -> Tokenizer:
     wrapper = byte_level_wrapper()
     wrapper.add_tokens(list(markers))
-    return Tokenizer.of(wrapper)
+    return tokenizer_of(wrapper)
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +272,7 @@ def test_a_marker_may_go_on_in_text() -> None:
     wrapper = byte_level_wrapper()
     wrapper.add_tokens(["<|channel>", "<channel|>"])
     wrapper.chat_template += "{# <channel|> #}"
-    tokenizer = Tokenizer.of(wrapper)
+    tokenizer = tokenizer_of(wrapper)
     served = scripted(tokenizer, reasoning_content=None)
     assert send(served, thinking_token_budget=7).status == 200
     budget = served.client.submitted[-1][0].params.thinking

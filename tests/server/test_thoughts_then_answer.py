@@ -8,7 +8,7 @@ import scripted_client
 from asgi import Reply, post
 from grammars import compile_grammar, fitting
 from served import Served
-from tokenizers_for_tests import byte_level_wrapper
+from tokenizers_for_tests import byte_level_wrapper, tokenizer_of
 
 from outrider.engine.grammars.grammar_compiler import GrammarCompiler
 from outrider.server.text.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ def tokenizer() -> Tokenizer:
     """Its markers are tokens."""
     wrapper = byte_level_wrapper()
     wrapper.add_tokens(MARKERS)
-    return Tokenizer.of(wrapper)
+    return tokenizer_of(wrapper)
 
 
 @pytest.fixture(scope="module")

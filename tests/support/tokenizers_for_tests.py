@@ -2,9 +2,9 @@
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from outrider.server.text.tokenizer import Tokenizer
+from outrider.server.text.tokenizer import Tokenizer, TokenizerData
 
 EOS, BOS = "<eos>", "<bos>"
 SAMPLE = (
@@ -25,9 +25,13 @@ CHAT_TEMPLATE = """\
 {% if add_generation_prompt %}<assistant>{{ mood }}{% endif %}"""
 
 
+def tokenizer_of(wrapper: PreTrainedTokenizerBase) -> Tokenizer:
+    return Tokenizer(TokenizerData.of(wrapper))
+
+
 def byte_level_tokenizer() -> Tokenizer:
     """As GPT-2's: every byte is a token, and any sequence of tokens has a text."""
-    return Tokenizer.of(byte_level_wrapper())
+    return tokenizer_of(byte_level_wrapper())
 
 
 def byte_level_wrapper() -> PreTrainedTokenizerFast:
@@ -49,7 +53,7 @@ def byte_level_wrapper() -> PreTrainedTokenizerFast:
 
 def byte_fallback_tokenizer() -> Tokenizer:
     """As Llama 2's: words begin with a marker for their space, unknown characters become bytes."""
-    return Tokenizer.of(byte_fallback_wrapper())
+    return tokenizer_of(byte_fallback_wrapper())
 
 
 def byte_fallback_wrapper() -> PreTrainedTokenizerFast:

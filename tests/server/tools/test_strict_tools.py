@@ -9,7 +9,7 @@ import tokenizers
 from grammars import compile_grammar, fitting
 from scripted_client import steps
 from served import Served
-from tokenizers_for_tests import CHAT_TEMPLATE, byte_level_wrapper
+from tokenizers_for_tests import CHAT_TEMPLATE, byte_level_wrapper, tokenizer_of
 from tool_requests import ADD, CALL_ADD, CALL_NEGATE, EOS, NEGATE, chat, fits, grammar_of
 from transformers import PreTrainedTokenizerFast
 
@@ -39,7 +39,7 @@ def marking() -> Tokenizer:
     """Its model marks calls and thoughts with tokens, as Qwen's do."""
     wrapper = byte_level_wrapper()
     wrapper.add_tokens(MARKERS)
-    return Tokenizer.of(wrapper)
+    return tokenizer_of(wrapper)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def wordy() -> Tokenizer:
     vocab = backend["model"]["vocab"]
     vocab |= {marker: len(vocab) + i for i, marker in enumerate(MARKERS)}
     backend = tokenizers.Tokenizer.from_str(json.dumps(backend))
-    return Tokenizer.of(
+    return tokenizer_of(
         PreTrainedTokenizerFast(
             tokenizer_object=backend, eos_token="<eos>", chat_template=CHAT_TEMPLATE
         )

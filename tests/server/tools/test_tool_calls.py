@@ -11,7 +11,7 @@ from message_parts import merged_calls
 from scripted_client import saying
 from served import Served
 from socket_server import on_a_socket
-from tokenizers_for_tests import byte_level_wrapper
+from tokenizers_for_tests import byte_level_wrapper, tokenizer_of
 from tool_requests import WEATHER
 
 from outrider.engine.api import NewRequest, RequestOutput
@@ -161,7 +161,7 @@ REASONS = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor
 def reasoning_tokenizer() -> Tokenizer:
     wrapper = byte_level_wrapper()
     wrapper.chat_template = REASONS
-    return Tokenizer.of(wrapper)
+    return tokenizer_of(wrapper)
 
 
 @pytest.mark.parametrize("stated", ["by its template", "by a setting"])
