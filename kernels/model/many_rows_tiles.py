@@ -62,3 +62,40 @@ def copy_tiles(
                     halves.index(2 * stage + i),
                 )  # fmt: skip
             step += 1
+
+
+@gluon.jit
+def sums_of_share(
+    WHICH: gl.constexpr, step, share, tiles, STAGES: gl.constexpr, OUTS: gl.constexpr,
+    ACC: gl.constexpr,
+):  # fmt: skip
+    """Products of a share's blocks, one of which is always under way. Shape: [ROWS, OUTS]"""
+    x_tiles, _, w_tiles, has, free = tiles
+    sums = gl.zeros([ROWS, OUTS], gl.float32, ACC)
+    stage = step % STAGES
+    mbarrier.wait(has.index(stage), step // STAGES & 1)
+    sums = hopper.warpgroup_mma(
+        x_tiles.index(2 * stage + WHICH), w_tiles.index(stage).permute((1, 0)), sums,
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    sums = hopper.warpgroup_mma_wait(1, deps=[sums])
+    step += 1
+    for _ in range(1, share):
+        before, stage = stage, step % STAGES
+        mbarrier.wait(has.index(stage), step // STAGES & 1)
+        sums = hopper.warpgroup_mma(
+            x_tiles.index(2 * stage + WHICH), w_tiles.index(stage).permute((1, 0)), sums,
+            is_async=True,
+        )  # fmt: skip
+        sums = hopper.warpgroup_mma_wait(1, deps=[sums])
+        mbarrier.arrive(free.index(before), count=1)
+        step += 1
+    sums = hopper.warpgroup_mma_wait(0, deps=[sums])
+    mbarrier.arrive(free.index(stage), count=1)
+    return sums, step
+
+
+@gluon.jit
+def in_halves(total, OUTS: gl.constexpr):
+    """The left and the right half of a tile. Shape: [ROWS, OUTS / 2] each"""
+    return gl.split(gl.permute(gl.reshape(total, [ROWS, 2, OUTS // 2]), (0, 2, 1)))

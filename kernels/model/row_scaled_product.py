@@ -13,14 +13,12 @@ from torch import Tensor
 
 from .._dispatch import num_programs
 from ..triton_or_none import gl, gluon, hopper, triton
-from .many_rows_tiles import BLOCK_ROWS, ROWS, copy_tiles, tiles_of
+from .many_rows_tiles import BLOCK_ROWS, ROWS, copy_tiles, in_halves, sums_of_share, tiles_of
 from .narrow_matrix import NarrowMatrix
 from .row_codes import RowCodes
 from .silu_mul import silu
 from .tiles import tile_of_program
 from .warpgroups import descriptor_of, has_warpgroups
-
-mbarrier = hopper.mbarrier
 
 _BLOCK = gl.constexpr(128)  # inputs that are copied at once
 _STORED = gl.constexpr(128)  # outputs that are stored at once
@@ -82,37 +80,6 @@ def _num_tiles(num_rows: int, num_out: int, outs: int) -> int:
 
 
 @gluon.jit
-def _sums_of_share(
-    WHICH: gl.constexpr, step, share, tiles, STAGES: gl.constexpr, OUTS: gl.constexpr,
-    ACC: gl.constexpr,
-):  # fmt: skip
-    """Products of a share, one of which is always under way."""
-    x_tiles, _, w_tiles, has, free = tiles
-    sums = gl.zeros([ROWS, OUTS], gl.float32, ACC)
-    stage = step % STAGES
-    mbarrier.wait(has.index(stage), step // STAGES & 1)
-    sums = hopper.warpgroup_mma(
-        x_tiles.index(2 * stage + WHICH), w_tiles.index(stage).permute((1, 0)), sums,
-        use_acc=False, is_async=True,
-    )  # fmt: skip
-    sums = hopper.warpgroup_mma_wait(1, deps=[sums])
-    step += 1
-    for _ in range(1, share):
-        before, stage = stage, step % STAGES
-        mbarrier.wait(has.index(stage), step // STAGES & 1)
-        sums = hopper.warpgroup_mma(
-            x_tiles.index(2 * stage + WHICH), w_tiles.index(stage).permute((1, 0)), sums,
-            is_async=True,
-        )  # fmt: skip
-        sums = hopper.warpgroup_mma_wait(1, deps=[sums])
-        mbarrier.arrive(free.index(before), count=1)
-        step += 1
-    sums = hopper.warpgroup_mma_wait(0, deps=[sums])
-    mbarrier.arrive(free.index(stage), count=1)
-    return sums, step
-
-
-@gluon.jit
 def _multiply(
     WHICH: gl.constexpr, pointers, tiles, num_rows, num_out, share,
     STAGES: gl.constexpr, OUTS: gl.constexpr, SPLITS: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -132,7 +99,7 @@ def _multiply(
         is_out = first_out + i % STORED < num_out
         weight_row = first_out + i % STORED + i // STORED * num_out
         x_scale = gl.load(x_scale_ptr + m, mask=m < num_rows, other=0.0)[:, None]
-        sums, step = _sums_of_share(WHICH, step, share, tiles, STAGES, OUTS, ACC)
+        sums, step = sums_of_share(WHICH, step, share, tiles, STAGES, OUTS, ACC)
         scale = gl.load(scale_ptr + weight_row, mask=is_out, other=0.0).to(gl.float32)[None, :]
         total = sums * scale * x_scale
         if ADDS:
@@ -140,26 +107,21 @@ def _multiply(
             inside = (m < num_rows)[:, None] & is_out[None, :]
             total += gl.load(at, mask=inside, other=0.0).to(gl.float32)
         for _ in gl.static_range(1, SPLITS):
-            sums, step = _sums_of_share(WHICH, step, share, tiles, STAGES, OUTS, ACC)
+            sums, step = sums_of_share(WHICH, step, share, tiles, STAGES, OUTS, ACC)
             total += sums * scale * x_scale
         if HAS_BIAS:
             bias = gl.load(bias_ptr + weight_row, mask=is_out, other=0.0)
             total += bias.to(gl.float32)[None, :]
         dtype: gl.constexpr = out_ptr.dtype.element_ty
         if GATED:
-            gate, up = _in_halves(total, OUTS)
+            gate, up = in_halves(total, OUTS)
             _store((silu(gate) * up).to(dtype), out_ptr, first_row, first_out, num_rows, num_out)
         elif OUTS == _STORED:
             _store(total.to(dtype), out_ptr, first_row, first_out, num_rows, num_out)
         else:
-            left, right = _in_halves(total.to(dtype), OUTS)
+            left, right = in_halves(total.to(dtype), OUTS)
             _store(left, out_ptr, first_row, first_out, num_rows, num_out)
             _store(right, out_ptr, first_row, first_out + _STORED, num_rows, num_out)
-
-
-@gluon.jit
-def _in_halves(total, OUTS: gl.constexpr):
-    return gl.split(gl.permute(gl.reshape(total, [ROWS, 2, OUTS // 2]), (0, 2, 1)))
 
 
 @gluon.jit

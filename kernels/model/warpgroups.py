@@ -75,9 +75,10 @@ def shared_out(num_tiles: int, num_splits: int, num_sms: int, most: int) -> tupl
     return tiles, min(num_tiles, max(triton.cdiv(num_tiles, tiles), at_once // num_splits))
 
 
-def descriptor_of(codes: torch.Tensor, rows: int) -> TensorDescriptor:
-    """For copies of so many rows of codes of 8 bits, 128 a row, as tensor cores take them."""
-    return TensorDescriptor.from_tensor(codes, [rows, 128], gl.NVMMASharedLayout(128, 8))
+def descriptor_of(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """For copies of so many rows, 128 bytes of each, as tensor cores take them."""
+    size = x.element_size()
+    return TensorDescriptor.from_tensor(x, [rows, 128 // size], gl.NVMMASharedLayout(128, 8 * size))
 
 
 @gluon.jit
