@@ -4,7 +4,8 @@ Our own products sum in one order for any number of rows. The library is faster 
 often sums in the same order; but which kernel it picks, and whether that splits the sum, depends on
 the number of rows. So at load we find out for which numbers of rows it agrees with ours, and then
 give it rows in blocks of these sizes only. The rest is done row by row: the norm comes before the
-product, and the gate takes both halves after they are rounded.
+product, and the gate takes both halves after they are rounded. On a Hopper GPU many rows are gated,
+or added up, within `many_rows_product`.
 """
 
 import functools
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from ..compiling import compile_together
+from .many_rows_product import is_ahead, is_for, many_rows_product
 from .product import parts_of, product, product_parts
 from .rms_norm import Norm, rms_norm
 from .silu_mul import silu_mul
-from .split_product import add_parts, library_parts
+from .split_product import add_parts, add_parts_reference, library_parts
+from .warpgroups import works
 
 _MAX_OWN_ROWS = 32  # up to here our own product is at least as fast
 # From here on computing takes longer than reading the weights, so they may be read several times.
@@ -39,6 +42,7 @@ class LibraryRows(NamedTuple):
 
     plain: tuple[int, ...]
     in_parts: tuple[int, ...]
+    has_many: bool = False  # whether `many_rows_product` works, and sums as our products do, too
 
 
 def own_products(weight: Tensor, bias: Tensor | None) -> list[Callable[[], Tensor]]:
@@ -90,7 +94,33 @@ def _library_rows(
     return LibraryRows(
         tuple(n for n in counts if torch.equal(_library_product(x[:n], weight, bias), plain[:n])),
         tuple(n for n in counts if torch.equal(library_parts(x[:n], weight, splits), parts[:, :n])),
+        bias is None and _has_many(x, weight, plain, parts),
     )
+
+
+def _has_many(x: Tensor, weight: Tensor, plain: Tensor, parts: Tensor) -> bool:
+    """Whether `many_rows_product` works, with the bits of these products and their parts."""
+    shape = " x ".join(map(str, weight.shape))
+    otherwise = f"prompts are multiplied by {shape} weights in more launches"
+    find_error = partial(_error_of_many_rows, x, weight, plain, parts)
+    return is_for(weight, num_splits=len(parts)) and works(find_error, 0.0, otherwise)
+
+
+def _error_of_many_rows(x: Tensor, weight: Tensor, plain: Tensor, parts: Tensor) -> float:
+    """What part of its results differs from them."""
+    x, parts = x[:-1], parts[:, :-1]  # the last tile is not full
+    expected = silu_mul(plain[:-1]), torch.ones_like(plain[:-1])
+    add_parts_reference(expected[1], parts)
+    found = torch.empty_like(expected[0]), torch.ones_like(expected[1])
+    calls = [
+        partial(many_rows_product, found[0], x, weight, gated=True),
+        partial(many_rows_product, found[1], x, weight, num_splits=len(parts)),
+    ]
+    compile_together(calls, x.device)
+    for call in calls:
+        call()
+    # Not by how much: numbers of 16 bits may have become infinite.
+    return max(float((a != b).float().mean()) for a, b in zip(found, expected, strict=True))
 
 
 def batch_invariant_linear(
@@ -108,6 +138,9 @@ def batch_invariant_linear(
         x = rms_norm(x, norm)
     if out is None:
         out = x.new_empty(len(x), len(weight) // 2 if gated else len(weight))
+    if gated and library.has_many and is_ahead(x, weight):
+        many_rows_product(out, x, weight, gated=True)
+        return out
     for rows, is_library in _blocks(len(x), library.plain):
         if not is_library:
             product(x[rows], weight, bias, gated=gated, out=out[rows])
@@ -133,6 +166,9 @@ def add_batch_invariant_linear(
     num_splits = parts_of(weight)
     if norm is not None and norm.rounds is not None:
         norm = None  # the next layer applies it: blocks would each have rows of their own
+    if library.has_many and is_ahead(x, weight) and residual.is_contiguous():
+        many_rows_product(residual, x, weight, num_splits=num_splits)
+        return None if norm is None else rms_norm(residual, norm)
     normed = torch.empty_like(residual) if norm is not None else None
     for rows, is_library in _blocks(len(x), library.in_parts):
         make_parts = library_parts if is_library else product_parts

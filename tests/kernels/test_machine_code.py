@@ -16,6 +16,7 @@ from outrider.kernels.model.expert_tiles import ExpertTiles
 from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.gated_norm import gated_norm
 from outrider.kernels.model.linear import linear
+from outrider.kernels.model.many_rows_product import many_rows_product
 from outrider.kernels.model.narrow_linear import narrow_linear
 from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, RowFormat
 from outrider.kernels.model.narrow_product import narrow_product
@@ -317,6 +318,23 @@ def test_products_of_rows_with_one_scale_are_one_behind_the_other(
     loops = re.findall(r"QGMMA(?:(?!QGMMA).)*?DEPBAR.LE gsb0, 0x1.*?\bBRA\b", code, re.DOTALL)
     assert len(loops) == 4 * num_splits
     assert not any(re.search(r"\b(STL|LDL)\b", loop) for loop in loops), "registers are spilled"
+    assert kernels[0].metadata.shared <= machine_code.H100.shared_bytes
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
+@pytest.mark.parametrize(("num_splits", "gated"), [(1, True), (2, False)])
+def test_products_of_many_rows_are_one_behind_the_other(num_splits: int, gated: bool) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        out = empty(512, 256 if gated else 512)
+        many_rows_product(
+            out, empty(512, 1024), empty(512, 1024), gated=gated, num_splits=num_splits
+        )
+    code = machine_code.disassembled(kernels[0])
+    # From the wait for one product to that for the next there is one more under way.
+    loops = re.findall(r"HGMMA(?:(?!HGMMA).)*?DEPBAR.LE gsb0, 0x1.*?\bBRA\b", code, re.DOTALL)
+    assert len(loops) == 4 * num_splits
+    assert not re.search(r"\b(STL|LDL)\b", code), "registers are spilled"
+    assert not re.search(r"\bF2F\b", code), "sums are rounded one by one"
     assert kernels[0].metadata.shared <= machine_code.H100.shared_bytes
 
 

@@ -30,10 +30,12 @@ from outrider.kernels.model import (
     e2m1,
     few_rows_attention,
     few_rows_codes,
+    many_rows_product,
     many_rows_tiles,
     mxfp4_few_rows,
     narrow_numbers,
     prompt_attention,
+    rms_norm,
     row_codes,
     row_scaled_few_rows,
     row_scaled_product,
@@ -82,6 +84,7 @@ _MODULES = {
             dependent_launch,
         ),
         ("_cell_by_cell_kernel", state_warpgroups),
+        ("_many_rows_kernel", many_rows_product, many_rows_tiles, rms_norm, silu_mul, tiles),
         (
             "_few_rows_of_experts_kernel",
             mxfp4_few_rows,
@@ -229,6 +232,7 @@ class Warps(threading.Thread):
         self.ready: Callable[[], bool] = lambda: True
         self.products: list[Product] = []
         self.copies: list[list[tuple[Shared, Tensor]]] = [[]]  # by group, the last still open
+        self.num_stores = 0  # that are under way
         self.is_done = False
 
     @torch.inference_mode()
@@ -357,6 +361,26 @@ def _interpreted(program: Program, kernel: str) -> dict[str, Any]:
 
         program.copies.append(arrive)
 
+    def store(out: Any, at: list[Any], part: Shared) -> None:
+        assert out.block_shape == list(part.shape)
+        first, warps, value = [int(each) for each in at], _of_warps(), part.load()
+        warps.num_stores += 1
+
+        def arrive() -> None:
+            is_same = torch.equal(_bytes(value), _bytes(part.load()))
+            assert is_same, "shared memory changes while it is stored"
+            place = out.base[
+                tuple(map(slice, first, map(sum, zip(first, part.shape, strict=True))))
+            ]
+            place.copy_(value[tuple(map(slice, place.shape))])  # nothing behind the end
+            warps.num_stores -= 1
+
+        program.copies.append(arrive)
+
+    def wait_for_stores(num_left: int) -> None:
+        warps = _of_warps()
+        warps.wait(lambda: warps.num_stores <= num_left)
+
     def arrive_after_copies(barrier: Barrier, *, increment_count: bool) -> None:
         assert not increment_count
         warps = _of_warps()
@@ -386,7 +410,11 @@ def _interpreted(program: Program, kernel: str) -> dict[str, Any]:
         "tl": gl,
         "hopper": hopper,
         "mbarrier": barriers,
-        "tma": SimpleNamespace(async_copy_global_to_shared=copy),
+        "tma": SimpleNamespace(
+            async_copy_global_to_shared=copy,
+            async_copy_shared_to_global=store,
+            store_wait=wait_for_stores,
+        ),
         "cp": copies,
         "halves": _halves,
         "split_of": _split_of,
@@ -395,6 +423,7 @@ def _interpreted(program: Program, kernel: str) -> dict[str, Any]:
         "codes_of_groups": _codes_of_groups,
         "scaled_from_e2m1": _scaled_from_e2m1,
         "unscaled": lambda sums: sums,
+        "rounded": lambda x, dtype: x.to(dtype),
     }
     scopes, stand_ins = [], set(names)
     for module in _MODULES[kernel]:
