@@ -104,8 +104,7 @@ def test_prompts_in_fp8_are_tried_by_their_kernel_where_a_matrix_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried: list[tuple[object, ...]] = []
-    monkeypatch.setattr(narrow_weight, "try_block_scaled_product", lambda *args: tried.append(args))
-    monkeypatch.setattr(narrow_weight, "try_row_scaled_product", lambda *_: None)
+    monkeypatch.setattr(narrow_weight, "try_scaled_product", lambda *args: tried.append(args))
     matrix = round_to_fp8(torch.zeros(16, 16), rounds_inputs=True)
     narrow_weight.Scaled(matrix, torch.bfloat16)
     assert tried == [(matrix, torch.bfloat16)]
