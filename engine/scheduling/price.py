@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable
 from statistics import median
 
 NUM_TIMES, MIN_TIMES = 9, 3  # of steps with as many sequences and rows: times kept, and needed
+# The times of drafts, too, are medians: one step that was held up would make drafts look so dear
+# that none is made, and then nothing would show what they cost.
 ROW_COST = 1 / 8  # of a step with one row a sequence: what one more for each costs, until known
 DRAFT_COST = 1 / 8  # likewise, what a draft of each costs
 FEW = 3  # rows over which the cost of one is averaged, so that noise does not make it free
-DRAFTING_WEIGHT = 1 / 8  # of the latest step, in the mean time of a draft
 EXTRA_WEIGHT, EXTRA_KEPT = 1 / 4, 0.98  # of the latest step with lookups; after one without
 
 StepSize = tuple[int, float]  # (sequences, rows of each), as steps are counted
@@ -41,7 +42,8 @@ class Price:
         self._times: dict[tuple[int, float], deque[float]] = {}
         self._known: dict[int, Points] = {}  # sequences -> (rows of each, cost)
         self._whatever_seqs: Points | None = None  # (rows, cost); None: to be made anew
-        self._drafting: dict[int, float] = {}  # by sequences
+        self._draft_times: dict[int, deque[float]] = {}  # by sequences: costs of the latest drafts
+        self._drafting: dict[int, float] = {}  # their medians
         # Of the latest usual steps: what they are counted as, and seconds for a cost of 1.
         self._paces: deque[tuple[StepSize, float]] = deque(maxlen=NUM_TIMES)
         # What a step with looked-up drafts costs besides their rows, however few they are.
@@ -137,8 +139,9 @@ class Price:
             self._observe_rows(num_seqs, num_rows, rows_s / pace_s)
 
     def _observe_drafting(self, seqs: int, cost: float) -> None:
-        mean = self._drafting.get(seqs, cost)
-        self._drafting[seqs] = mean + DRAFTING_WEIGHT * (cost - mean)
+        times = self._draft_times.setdefault(seqs, deque(maxlen=NUM_TIMES))
+        times.append(cost)
+        self._drafting[seqs] = median(times)
 
     def _observe_rows(self, num_seqs: int, num_rows: int, cost: float) -> None:
         seqs, rows_each = self._place(num_seqs, num_rows)

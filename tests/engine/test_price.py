@@ -134,3 +134,10 @@ def test_one_step_that_was_held_up_changes_no_price() -> None:
     price.observe(4, 8, 1, 50.0, 0.1, is_usual=False)
     price.observe(4, 4, 0, 50.0)
     assert [price.of(4, num_rows) for num_rows in (4, 8, 12)] == before
+
+
+def test_one_draft_that_was_held_up_does_not_look_dear() -> None:
+    price = learned([1, 2, 4], 2)
+    before = price.of_a_draft(4)
+    price.observe(4, 8, 1, 50.0, 49.0)
+    assert price.of_a_draft(4) == pytest.approx(before, rel=0.01)
