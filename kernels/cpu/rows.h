@@ -85,6 +85,13 @@ struct RawRow {
         }
         return x;
     }
+    // Behind the row's end all is -inf.
+    F padded(int64_t at) const {
+        if (at + LANES <= width) return vector(at);
+        float lanes[LANES];
+        for (int i = 0; i < LANES; i++) lanes[i] = at + i < width ? (*this)[at + i] : -INFINITY;
+        return load(lanes);
+    }
     // The highest logit; NaN if there is one.
     float highest() const {
         F most = splat(-INFINITY);
@@ -110,13 +117,13 @@ struct RawRow {
         while (i < width && (*this)[i] != value) i++;
         return i;
     }
-    // The first choice; -1 if a logit is NaN or infinite, or none is finite.
-    int64_t choice() const {
-        const float best = highest();
+    // The first choice, which has the highest logit `best`; -1 if one is NaN or infinite, or none
+    // is finite.
+    int64_t choice(float best) const {
         return std::isfinite(best) ? first_of(best) : -1;
     }
-    float probability(int64_t token) const {
-        const float best = highest();
+    // At temperature 1; `best` is the highest logit.
+    float probability(int64_t token, float best) const {
         F total = {};
         int64_t i = 0;
         for (; i + LANES <= width; i += LANES) total += exponential(vector(i) - splat(best));
@@ -131,38 +138,24 @@ RawRow row_of(const Step& step, int64_t row) {
     return {step.logits + at, step.is_bf16, step.vocab_size};
 }
 
-// A row's logits, -inf from the vocabulary's end to that of its last block, and their distribution.
+// A row's logits, which stay where they are, and their distribution.
 struct Row {
-    std::vector<float> x, block_max, block_total, group_max;
+    RawRow x;
+    std::vector<float> block_max, block_total, group_max;
     int vocab_size = 0, blocks = 0;
     bool is_bad = false;
     float state[4], inverse_t = 1.0f;
 
     // False if a logit is NaN.
-    bool read(RawRow from, int vocab) {
-        vocab_size = vocab;
-        blocks = (vocab + BLOCK - 1) / BLOCK;
-        x.resize((size_t)blocks * BLOCK);
-        I is_nan = {};
-        int64_t i = 0;
-        for (; i + LANES <= from.width; i += LANES) {
-            const F v = from.vector(i);
-            is_nan |= v != v;
-            store(&x[i], v);
-        }
-        bool bad = any(is_nan);
-        for (; i < from.width; i++) bad |= std::isnan(x[i] = from[i]);
-        std::fill(x.begin() + from.width, x.end(), -INFINITY);
-        return !bad;
-    }
-
-    void find_maxima() {
+    bool find_maxima() {
         group_max.resize((size_t)blocks * (BLOCK / GROUP));
         block_max.resize(blocks);
+        I is_nan = {};
         for (size_t g = 0; g < group_max.size(); g++) {
-            F most = load(&x[g * GROUP]);
-            for (int i = LANES; i < GROUP; i += LANES) {
-                const F v = load(&x[g * GROUP + i]);
+            F most = splat(-INFINITY);
+            for (int i = 0; i < GROUP; i += LANES) {
+                const F v = x.padded(g * GROUP + i);
+                is_nan |= v != v;
                 most = select(v > most, v, most);
             }
             group_max[g] = ::highest(most);
@@ -172,12 +165,15 @@ struct Row {
             block_max[b] = *std::max_element(first, first + BLOCK / GROUP);
         }
         state[MAX] = *std::max_element(block_max.begin(), block_max.end());
+        return !any(is_nan);
     }
 
     // `b` is the request's entry.
     void read(const Step& step, int64_t b, int64_t row) {
-        const bool whole = read(row_of(step, row), step.vocab_size);
-        find_maxima();
+        x = row_of(step, row);
+        vocab_size = step.vocab_size;
+        blocks = (vocab_size + BLOCK - 1) / BLOCK;
+        const bool whole = find_maxima();
         is_bad = !whole || !std::isfinite(state[MAX]);
         const float t = step.temperature[b];
         inverse_t = t > 0 ? 1.0f / t : 1.0f;
@@ -198,7 +194,7 @@ struct Row {
             const F most = splat(std::max(block_max[block], std::numeric_limits<float>::lowest()));
             Mass mass;
             for (int i = block * BLOCK; i < (block + 1) * BLOCK; i += LANES)
-                mass.add(exponential((load(&x[i]) - most) * splat(inverse_t)));
+                mass.add(exponential((x.padded(i) - most) * splat(inverse_t)));
             block_total[block] = (float)mass.total() / ONE;
             const float relative = std::exp((block_max[block] - state[MAX]) * inverse_t);
             z += (double)block_total[block] * relative;
@@ -284,9 +280,9 @@ struct Row {
     }
 };
 
-// Raw logits (padded with -inf) and a state.
+// Logits and a state.
 struct Distribution {
-    const float* x;
+    RawRow x;
     const float* state;
     float inverse_t;
 
@@ -298,7 +294,7 @@ struct Distribution {
         return (value - state[MAX]) * inverse_t - state[LOG_Z];
     }
     F probabilities(int i) const {
-        const F value = load(x + i);
+        const F value = x.padded(i);
         F p = exponential((value - splat(state[MAX])) * splat(inverse_t) - splat(state[LOG_Z]));
         if (state[THRESHOLD] > -INFINITY) {
             const F threshold = splat(state[THRESHOLD]);

@@ -57,7 +57,12 @@ public:
         int64_t last = -1;  // a bad row's
         if (is_greedy_ || step_.rule[entry_] == MATCH_RULE) {
             for (;; accepted++) {
-                last = is_greedy_ ? row_of(step_, first_row_ + accepted).choice() : own_token(accepted);
+                if (is_greedy_) {
+                    const RawRow logits = row_of(step_, first_row_ + accepted);
+                    last = logits.choice(logits.highest());
+                } else {
+                    last = own_token(accepted);
+                }
                 if (accepted == k_ || last < 0 || last != draft(accepted)) break;
             }
         } else {
@@ -74,24 +79,31 @@ public:
         if (anchor_ > 0) step_.num_tokens[entry_] += accepted + 1;
     }
 
-    // Draw the token `offset` after the anchor, and keep what it was drawn from.
-    void draw_draft() {
+    // Draw the token `offset` after the anchor, and keep what it was drawn from. Returns the highest
+    // logit; NaN of a bad row.
+    float draw_draft() {
         const int offset = (int)(position_ - anchor_);
+        const RawRow logits = row_of(step_, first_row_);
         float* state = nullptr;
         if (step_.draft_state != nullptr) {
             const int64_t at = entry_ * step_.draft_stride + offset * step_.draft_column_stride;
             const int width = step_.is_bf16 ? 2 : 4;
-            std::memcpy(step_.draft_logits + at * width, row_of(step_, first_row_).data, step_.draft_width * width);
+            std::memcpy(step_.draft_logits + at * width, logits.data, step_.draft_width * width);
             state = draft_state(offset);
         }
         int64_t token;
-        if (is_greedy_)
-            token = row_of(step_, first_row_).choice();
-        else
+        float highest;
+        if (is_greedy_) {
+            highest = logits.highest();
+            token = logits.choice(highest);
+        } else {
             token = step_.rule[entry_] == MATCH_RULE ? own_token(0) : draw(0, 0.0f);
+            highest = read(0).is_bad ? NAN : read(0).state[MAX];
+        }
         if (state != nullptr) std::memcpy(state, read(0).state, sizeof Row::state);
         step_.out[b_] = std::max<int64_t>(token, 0);
         token_ids_[offset] = (int32_t)step_.out[b_];
+        return highest;
     }
 
 private:
@@ -106,7 +118,7 @@ private:
     }
     Distribution target(int j) {
         const Row& row = read(j);
-        return {row.x.data(), row.state, row.inverse_t};
+        return {row.x, row.state, row.inverse_t};
     }
 
     float* draft_state(int i) const {
@@ -120,17 +132,11 @@ private:
         const uint8_t* data = step_.draft_logits + at * (step_.draft_is_bf16 ? 2 : 4);
         return {data, step_.draft_is_bf16, std::min(step_.draft_width, step_.vocab_size)};
     }
-    Distribution drafted(int i) {
-        if (i != draft_read_) draft_row_.read(draft_logits(i), step_.vocab_size);
-        draft_read_ = i;
-        return {draft_row_.x.data(), draft_state(i), read(i).inverse_t};
-    }
+    Distribution drafted(int i) { return {draft_logits(i), draft_state(i), read(i).inverse_t}; }
     float log_probability_of_draft(int i) {
         const int64_t id = draft(i);
-        const RawRow logits = draft_logits(i);
-        if (id >= logits.width) return -INFINITY;
-        const Distribution q = {nullptr, draft_state(i), read(i).inverse_t};
-        return q.log_probability(id, logits[id]);
+        if (id >= draft_logits(i).width) return -INFINITY;
+        return drafted(i).log_probability(id);
     }
 
     float accept_uniform(int i) const {
@@ -173,7 +179,9 @@ private:
         for (; accepted > certain; accepted--) {
             if (!(std::log(u[accepted - 1]) <= scale[accepted])) continue;
             const Row& row = read(accepted);
-            const float z = (float)weights(accepted, scale[accepted]).masses(row, mass_) / ONE;
+            mass_total_ = weights(accepted, scale[accepted]).masses(row, mass_);
+            mass_row_ = accepted;
+            const float z = (float)mass_total_ / ONE;
             const float h = z / (z + 1.0f - std::exp(scale[accepted]));
             if (u[accepted - 1] <= h || std::isnan(h)) break;
         }
@@ -218,7 +226,7 @@ private:
                 total += mass_[block] = (int64_t)(p * ONE);
             }
         } else {
-            total = weights.masses(row, mass_);
+            total = j == mass_row_ ? mass_total_ : weights.masses(row, mass_);
             if (total == 0 && j < k_) {  // rounding rejected the draft although p = q
                 weights = Weights{target(j), {}};
                 total = weights.masses(row, mass_);
@@ -230,7 +238,7 @@ private:
             const int at = (int)block * BLOCK + i;
             F weight;
             if (from_sums) {  // normalised by the block, so that few bits are lost in a light one
-                const F relative = (load(&row.x[at]) - splat(row.block_max[block])) * splat(row.inverse_t);
+                const F relative = (row.x.padded(at) - splat(row.block_max[block])) * splat(row.inverse_t);
                 weight = exponential(relative) / splat(row.block_total[block]);
             } else {
                 weight = weights(at);
@@ -304,14 +312,13 @@ private:
     const bool is_greedy_;
     int32_t* token_ids_;  // from the first draft on
     uint64_t read_ = 0;  // a bit for each of `rows_`
-    int draft_read_ = -1;
+    int mass_row_ = -1;      // whose residual `mass_` and its total are of
+    int64_t mass_total_ = 0;
     static thread_local std::vector<Row> rows_;  // of this request, by the drafts before them
-    static thread_local Row draft_row_;
     static thread_local std::vector<int64_t> mass_;
 };
 
 thread_local std::vector<Row> Request::rows_;
-thread_local Row Request::draft_row_;
 thread_local std::vector<int64_t> Request::mass_;
 
 }  // namespace
@@ -325,7 +332,7 @@ PUBLIC void outrider_verify(const Step* step) {
 }
 
 PUBLIC void outrider_draw(const Step* step) {
-    for (int b = 0; b < step->count; b++) Request(*step, b).draw_draft();
+    for (int b = 0; b < step->count; b++) (void)Request(*step, b).draw_draft();
 }
 
 // All drafts of a step, by a model's passes and draws in turn. The first pass is given, with a row of
@@ -344,6 +351,7 @@ PUBLIC void outrider_draft(
     std::vector<int64_t> slots(step.entries, step.entries + left), drawn(left), offsets(left);
     std::vector<int64_t> starts(left), ones(left, 1);
     std::vector<double> chance(left, 1.0);
+    std::vector<float> highest(left);
     std::vector<int> sequence(left);  // each one's index in counts and least
     std::iota(sequence.begin(), sequence.end(), 0);
     step.entries = rows.slots = slots.data();
@@ -354,14 +362,14 @@ PUBLIC void outrider_draft(
     for (int j = 0;; j++) {
         step.count = left;
         std::fill_n(offsets.begin(), left, j);
-        outrider_draw(&step);
+        for (int i = 0; i < left; i++) highest[i] = Request(step, i).draw_draft();
         left = 0;
         for (int i = 0; i < step.count; i++) {
             const int s = sequence[i];
             bool goes_on = counts[s] > j + 1;
             if (goes_on && least[s] > 0) {
                 const RawRow row = {row_of(step, i).data, step.is_bf16, step.vocab_size};
-                chance[s] *= row.probability(drawn[i]);
+                chance[s] *= row.probability(drawn[i], highest[i]);
                 goes_on = chance[s] >= least[s];
             }
             if (!goes_on) {
@@ -385,7 +393,7 @@ PUBLIC void outrider_probabilities(
 ) {
     for (int n = 0; n < count; n++) {
         const RawRow row = {data + n * stride * (is_bf16 ? 2 : 4), is_bf16, width};
-        out[n] = row.probability(token_ids[n]);
+        out[n] = row.probability(token_ids[n], row.highest());
     }
 }
 }
