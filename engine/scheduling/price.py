@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from statistics import median
 
+# Times are medians: one step that was held up would make drafts look so dear that none is made, and
+# then nothing would show what they cost.
 NUM_TIMES, MIN_TIMES = 9, 3  # of steps with as many sequences and rows: times kept, and needed
-# The times of drafts, too, are medians: one step that was held up would make drafts look so dear
-# that none is made, and then nothing would show what they cost.
 ROW_COST = 1 / 8  # of a step with one row a sequence: what one more for each costs, until known
 DRAFT_COST = 1 / 8  # likewise, what a draft of each costs
 FEW = 3  # rows over which the cost of one is averaged, so that noise does not make it free
