@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..compiling import compile_together
+from .few_outputs_product import has_few_outputs
 from .many_rows_product import is_ahead, is_for, many_rows_product
 from .product import parts_of, product, product_parts
 from .rms_norm import Norm, rms_norm
@@ -33,6 +34,9 @@ _LIBRARY_ROWS = (
     *range(_MANY_ROWS, _MAX_OWN_ROWS, -8),
 )
 _MAX_OUTPUTS = 1 << 27  # bounds the memory of the comparison at load
+# Compared for each number of rows. Rounded to 16 bits, one sum of thousands shows another order: of
+# 32 outputs of 64 rows, maybe none.
+_MIN_OUTPUTS = 1 << 17
 # Numbers of rows for which our product takes different block sizes; they must all sum alike.
 _OWN_ROWS = (1, 17, 33, 65, 257, 513)
 
@@ -85,16 +89,23 @@ def _library_rows(
     x = randn(max((*counts, *_OWN_ROWS)), num_in)
     compile_together(own_products(weight, bias), device)
     plain, parts = product(x, weight, bias), product_parts(x, weight, splits)
+    few = has_few_outputs(weight)  # summed by shares of the inputs, as the library never does
     for n in _OWN_ROWS:
         if not (
             torch.equal(product(x[:n], weight, bias), plain[:n])
             and torch.equal(product_parts(x[-n:], weight, splits), parts[:, -n:])
         ):
             raise ValueError(f"{torch.cuda.get_device_name(device)} sums {n} rows in another order")
+
+    def is_alike(num_rows: int) -> bool:
+        most = min(len(x) // num_rows, -(-_MIN_OUTPUTS // (num_rows * num_out)))
+        blocks = [slice(i * num_rows, (i + 1) * num_rows) for i in range(most)]
+        return all(torch.equal(_library_product(x[n], weight, bias), plain[n]) for n in blocks)
+
     return LibraryRows(
-        tuple(n for n in counts if torch.equal(_library_product(x[:n], weight, bias), plain[:n])),
+        () if few else tuple(n for n in counts if is_alike(n)),
         tuple(n for n in counts if torch.equal(library_parts(x[:n], weight, splits), parts[:, :n])),
-        bias is None and _has_many(x, weight, plain, parts),
+        bias is None and not few and _has_many(x, weight, plain, parts),
     )
 
 

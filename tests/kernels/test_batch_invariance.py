@@ -145,6 +145,31 @@ def test_a_gate_takes_halves_that_are_summed_as_without_it() -> None:
         assert torch.equal(product(x, weight, gated=True), gated), num_out
 
 
+@pytest.mark.parametrize(("num_in", "from_start"), [(1000, 1.0), (1000, 1 + 2e-6), (2048, 1.0)])
+def test_rounding_hides_no_other_order_of_sums_of_few_outputs(
+    num_in: int, from_start: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a thousand numbers of 16 bits differs, if the library sums otherwise. With 2,048
+    inputs ours are summed by shares, so that whatever seems alike is chance.
+    """
+
+    def summed(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+        return (x.double() @ weight.double().t()).float()
+
+    def by_library(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+        return (from_start * summed(x, weight)).to(x.dtype)
+
+    monkeypatch.setattr(module, "product", lambda x, *args: summed(x, *args).to(x.dtype))
+    monkeypatch.setattr(module, "_library_product", by_library)
+    monkeypatch.setattr(module, "parts_of", lambda _: 1)
+    for name in ("product_parts", "library_parts"):
+        monkeypatch.setattr(module, name, lambda x, *args: summed(x, *args)[None])
+    find_rows = module._library_rows.__wrapped__
+    found = find_rows(torch.Size((24, num_in)), torch.bfloat16, torch.device("cpu"), False)
+    assert bool(found.plain) == (from_start == 1.0 and num_in < 2048)
+    assert {40, 4096} <= set(found.in_parts)
+
+
 def test_rows_go_to_the_library_in_counts_that_sum_alike() -> None:
     def blocks(num_rows: int, *counts: int) -> list[tuple[int, bool]]:
         got = list(module._blocks(num_rows, counts))
