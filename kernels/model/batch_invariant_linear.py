@@ -11,6 +11,7 @@ or added up, within `many_rows_product`.
 import functools
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -98,9 +99,12 @@ def _library_rows(
             raise ValueError(f"{torch.cuda.get_device_name(device)} sums {n} rows in another order")
 
     def is_alike(num_rows: int) -> bool:
-        most = min(len(x) // num_rows, -(-_MIN_OUTPUTS // (num_rows * num_out)))
-        blocks = [slice(i * num_rows, (i + 1) * num_rows) for i in range(most)]
-        return all(torch.equal(_library_product(x[n], weight, bias), plain[n]) for n in blocks)
+        num_blocks = min(len(x) // num_rows, -(-_MIN_OUTPUTS // (num_rows * num_out)))
+        blocks = zip(x.split(num_rows), plain.split(num_rows), strict=True)
+        return all(
+            torch.equal(_library_product(rows, weight, bias), ours)
+            for rows, ours in islice(blocks, num_blocks)
+        )
 
     return LibraryRows(
         () if few else tuple(n for n in counts if is_alike(n)),

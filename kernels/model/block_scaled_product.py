@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._dispatch import num_programs
 from ..triton_or_none import gl, gluon, hopper, triton
-from .many_rows_tiles import BLOCK_ROWS, ROWS, copy_tiles, tiles_of
+from .many_rows_tiles import BLOCK_ROWS, ROWS, copy_tiles, in_halves, tiles_of
 from .narrow_matrix import NarrowMatrix
 from .row_codes import RowCodes
 from .silu_mul import silu
@@ -177,7 +177,7 @@ def _multiply(
             bias = gl.load(bias_ptr + weight_row, mask=first_out + i % OUTS < num_out, other=0.0)
             total += bias.to(gl.float32)[None, :]
         if GATED:
-            gate, up = gl.split(gl.permute(gl.reshape(total, [ROWS, 2, _HALF]), (0, 2, 1)))
+            gate, up = in_halves(total, _OUTS)
             total = silu(gate) * up
         total = gl.convert_layout(total.to(out_ptr.dtype.element_ty), STORED)
         gl.store(out_at, total, mask=mask)
