@@ -36,6 +36,10 @@ class UnsupportedModelError(ConfigError):
     """The model, or the format of its weights, would not run correctly; the message says why."""
 
 
+class FinalRefusalError(UnsupportedModelError):
+    """Transformers' own code would not compute what is meant either."""
+
+
 @contextlib.contextmanager
 def failures_explained() -> Iterator[None]:
     """Raises UnsupportedModelError, on one line, where transformers' code for a model fails."""

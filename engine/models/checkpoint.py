@@ -20,7 +20,7 @@ from outrider.kernels.model.narrow_matrix import NarrowMatrix, dequantise, stack
 from outrider.kernels.model.rms_norm import Norm
 
 from ..progress import ReportCounts
-from .admission import UnsupportedModelError
+from .admission import FinalRefusalError, UnsupportedModelError
 from .narrow_weight import Narrow, Scaled, Stacked, check_fp8
 from .opened_files import open_files
 from .shares import WHOLE, Cut, Outputs, Share, num_outputs, sections_of, why_cut
@@ -37,10 +37,6 @@ EMBEDDING, OUTPUT_LAYER = "model.embed_tokens", "lm_head"
 # One of the tensors that describe the layer of one expert, which may lie in one of all experts'.
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.(\w+)")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-class SharedScaleError(UnsupportedModelError):
-    """Ranks would have parts of groups of inputs that share a scale."""
 
 
 class Lent(NamedTuple):
@@ -113,6 +109,12 @@ class AnyCheckpoint(ABC):
     @abstractmethod
     def unread(self) -> set[str]:
         """The names of tensors of which nothing was read, nor anything else of their layer."""
+
+    def biases_left_out(self) -> list[str]:
+        """The names of biases that were not read, of layers that were. Those of zeros do not count:
+        some quantisers give every layer one.
+        """
+        return []
 
     def tensor(self, name: str, *shape: int, cut: Cut | None = None) -> Tensor:
         """A tensor in the model's dtype; with a shape, raises ValueError if it has another."""
@@ -295,6 +297,11 @@ class Checkpoint(AnyCheckpoint):
         layers = {name.rpartition(".")[0] for name in self._names_read}
         return {name for name in self._stored_name if name.rpartition(".")[0] not in layers}
 
+    def biases_left_out(self) -> list[str]:
+        biases = {name for name in self._stored_name if name.endswith("bias")} - self._names_read
+        left_out = sorted(biases - self.unread()) if biases else []
+        return [name for name in left_out if self.view(name).any()]
+
     def integers(self, name: str) -> Tensor:
         """A tensor of integers or booleans, on the CPU."""
         view = self.view(name)
@@ -347,7 +354,7 @@ class Checkpoint(AnyCheckpoint):
     def _share_of(self, layer: str, cut: Cut, is_of_expert: bool) -> NarrowMatrix | None:
         """This rank's share of a layer that is quantised; None if it is not.
 
-        Raises SharedScaleError if a scale would be cut.
+        Raises FinalRefusalError if a scale would be cut.
         """
         try:
             matrix = self._read(self, layer) if self._read else None
@@ -363,7 +370,7 @@ class Checkpoint(AnyCheckpoint):
             has_order, size = matrix.order is not None, self.share.size
             reason = why_cut(layer, size, matrix.num_in, matrix.group, has_order=has_order)
             if reason is not None:
-                raise SharedScaleError(reason)
+                raise FinalRefusalError(reason)
         return self.share.of_narrow(matrix, cut)
 
     def _narrow(self, matrix: NarrowMatrix) -> Matrix:

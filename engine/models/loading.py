@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from ..api import ReportProgress, ignore_progress
 from ..config import ModelConfig
 from .admission import (
+    FinalRefusalError,
     UnsupportedModelError,
     check_config,
     check_masks,
@@ -26,7 +27,7 @@ from .admission import (
 )
 from .architectures import load_config
 from .batch_invariance import make_batch_invariant
-from .checkpoint import EMBEDDING, OUTPUT_LAYER, Checkpoint, Read, SharedScaleError
+from .checkpoint import EMBEDDING, OUTPUT_LAYER, Checkpoint, Read
 from .compiled_decoder import CompiledDecoder, can_compile
 from .decoder import Decoder
 from .families import FAMILIES, why_unknown
@@ -217,7 +218,9 @@ class _Loader:
             if quantised and isinstance(checkpoint, Checkpoint) and not checkpoint.has_quantised:
                 return None, "none of its layers is kept in that way"
             original.fill(checkpoint)
-        except SharedScaleError:
+            if biases := checkpoint.biases_left_out():
+                return None, f"its files have {biases[0]}, which our decoder does not add"
+        except FinalRefusalError:
             raise
         except UnsupportedModelError as error:
             return None, str(error)

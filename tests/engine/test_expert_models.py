@@ -284,6 +284,49 @@ def test_experts_that_differ_from_the_config_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "gate.bias",
+        "gate.e_score_correction_bias",
+        "experts.3.up_proj.bias",
+        "experts.gate_up_proj_bias",
+    ],
+)
+def test_a_bias_that_no_router_or_expert_here_has_is_refused_by_name(
+    name: str, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(tiny_model("qwen3_moe"), tmp_path / "model"))
+    if name.startswith("experts.gate_up"):
+        tensors = with_stacked_experts(load_file(path / "model.safetensors"))
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    full = f"model.layers.0.mlp.{name}"
+    change_tensor(path, full, torch.zeros(6))  # as some quantisers add them
+    assert isinstance(load(path), Decoder)
+    change_tensor(path, full, torch.ones(6))
+    with pytest.raises(UnsupportedModelError, match=f"served: its files have {full}"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "reason"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 0}, "a row takes 0 of 6 experts"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "a row takes 7 of 6 experts"),
+        ("glm4_moe", {"n_group": 3}, "8 experts do not form 3 groups"),
+        ("glm4_moe", {"topk_group": 1}, "a row takes 3 of 2 experts"),
+    ],
+)
+def test_a_router_that_cannot_choose_is_refused(
+    architecture: str, changes: dict[str, int], reason: str, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    """Whatever transformers' code makes of it."""
+    path = Path(shutil.copytree(tiny_model(architecture), tmp_path / "model"))
+    change_config(path, **changes)
+    with pytest.raises(UnsupportedModelError, match=rf"cannot be served: {reason}$"):
+        load(path)
+
+
+@pytest.mark.parametrize(
     ("model", "given", "names"),
     [
         ("qwen3_moe", {"num_experts": 8}, "num_experts 8 and num_local_experts 6"),

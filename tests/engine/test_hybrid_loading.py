@@ -79,6 +79,7 @@ def test_as_a_draft_it_is_refused(target: Path, tiny_model: Tiny) -> None:
     ("changes", "says"),
     [
         ({"mamba_ssm_dtype": "bfloat16"}, "its state is kept in bfloat16"),
+        ({"mamba_ssm_cache_dtype": "float16"}, "its state is kept in float16"),
         ({"linear_num_key_heads": 3}, "4 value heads cannot share 3 key heads"),
         ({"attn_output_gate": False}, "its attention has no gate"),
         ({"hidden_act": "gelu"}, "its activation is gelu"),
@@ -89,6 +90,27 @@ def test_what_is_not_served_is_refused_by_name(
     changes: dict[str, object], says: str, own: Path
 ) -> None:
     check_refused(own, changes, says)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"norm_topk_prob": False}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}]
+)
+def test_what_transformers_does_not_read_of_a_config_may_not_differ_from_what_it_does(
+    changes: dict[str, object], tiny_model: Tiny, tmp_path: Path
+) -> None:
+    path = shutil.copytree(tiny_model("qwen3_5_moe_text"), tmp_path / "own")
+    (name,) = changes
+    as_it_is = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    change_config(path, **as_it_is)
+    load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE)
+    check_refused(path, changes, f"its {name} is .*; models of type qwen3_5_moe_text have ")
+
+
+def test_a_bias_that_no_convolution_here_has_is_refused_by_name(own: Path) -> None:
+    name = "model.layers.0.linear_attn.conv1d.bias"
+    change_tensor(own, name, torch.ones(80))
+    with pytest.raises(UnsupportedModelError, match=f"served: .* its files have {name}"):
+        load_network(ModelConfig(path=str(own), dtype="float32"), DEVICE)
 
 
 def check_refused(path: Path, changes: dict[str, object], says: str) -> None:

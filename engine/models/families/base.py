@@ -36,6 +36,7 @@ _ROPE = {
 _KV_HEADS = "num_key_value_heads"  # of which ranks may have copies
 # Counts that transformers' classes let be null.
 _NEVER_NULL = {"mamba_n_groups", "num_experts_per_tok"}
+_STATE_DTYPES = "mamba_ssm_dtype", "mamba_ssm_cache_dtype"
 
 
 class Family(ABC):
@@ -125,6 +126,12 @@ class Family(ABC):
         for name in sorted(_NEVER_NULL & declared.keys()):
             if declared[name] is None:
                 return f"its {name} is null"
+        for name in _STATE_DTYPES:
+            if (dtype := getattr(config, name, None)) not in (None, "float32"):
+                return f"its state is kept in {dtype}; here it is float32"
+        for name, value in cls.fixed.items():
+            if (stated := getattr(config, name, value)) not in (value, None):
+                return f"its {name} is {stated}; models of type {config.model_type} have {value}"
         given = {name for name, value in declared.items() if value not in (None, False)}
         if unknown := sorted(given - cls.fields - cls.neutral - _NEUTRAL):
             return f"its config has {', '.join(unknown)}"

@@ -60,8 +60,6 @@ class NemotronH(Llama):
 
     @classmethod
     def why_unknown(cls, config: PreTrainedConfig) -> str | None:
-        if config.mamba_ssm_cache_dtype != "float32":
-            return f"its state is kept in {config.mamba_ssm_cache_dtype}; here it is float32"
         heads, groups = config.mamba_num_heads, config.n_groups
         reason = Mamba2.why_impossible(heads, groups, config.time_step_limit)
         return reason or super().why_unknown(config)

@@ -36,9 +36,6 @@ class Hybrid(Llama):
 
     @classmethod
     def why_unknown(cls, config: PreTrainedConfig) -> str | None:
-        dtype = getattr(config, "mamba_ssm_dtype", None)
-        if dtype not in (None, "float32"):
-            return f"its state is kept in {dtype}; here it is float32"
         if getattr(config, "attn_output_gate", True) is False:
             return "its attention has no gate"
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads
@@ -101,7 +98,7 @@ class Qwen3_5Moe(Mixture):
     model_types = ("qwen3_5_moe_text",)
     by_key_head = False
     fixed: ClassVar[dict[str, Any]] = {
-        "decoder_sparse_step": 1, "mlp_only_layers": (), "norm_topk_prob": True
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True
     }  # fmt: skip
 
 

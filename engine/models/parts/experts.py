@@ -20,7 +20,7 @@ from outrider.kernels.model.routing import (
 from outrider.kernels.model.row_codes import Rows, normed_rows, plain
 from outrider.kernels.model.sigmoid_gate import gate_heads
 
-from ..admission import UnsupportedModelError
+from ..admission import FinalRefusalError, UnsupportedModelError
 from ..attention import ForwardBatch
 from ..checkpoint import AnyCheckpoint
 from ..expert_weights import ExpertWeights, SharedExpert, read_experts
@@ -83,7 +83,7 @@ class ExpertMLP(Part):
         UnsupportedModelError naming a format that is not served.
         """
         if reason := router.why_impossible(num_experts):
-            raise UnsupportedModelError(reason)
+            raise FinalRefusalError(reason)
         logits = {f"{name}.{gate}": num_experts}
         if shared is not None and shared.gate is not None:
             logits[f"{name}.{shared.gate}"] = 1
@@ -110,6 +110,8 @@ class ExpertMLP(Part):
                 mlp = _read_mlp(tensors, shared, width, activation)
             else:
                 router = router._replace(num_shared=len(further[0].matrices))
+        if biases := [one for one in tensors.biases_left_out() if one.startswith(f"{name}.")]:
+            raise FinalRefusalError(f"its files have {biases[0]}; no mixture of its type has it")
         first, down = (
             layers.pop(0).stacked(tensors, router, shared_layer)
             for shared_layer in further or (None, None)
@@ -194,9 +196,12 @@ def _read_router(
 ) -> Linear:
     """By name, the layers that give so many logits: of the experts, and of a shared one's gate.
 
-    Raises UnsupportedModelError if they must be exact and their format is not.
+    Raises UnsupportedModelError if they must be exact and their format is not, or with a bias.
     """
     layer = tensors.linear(width, logits)
+    if layer.bias is not None and layer.bias.any():
+        name = next(name for name in logits if f"{name}.bias" in tensors)
+        raise FinalRefusalError(f"its files have {name}.bias; no router of its type has it")
     if len(logits) > 1 and isinstance(layer.weight, Dense):
         # Followed by zeros: kernels read and write rows of a multiple of 16 numbers faster.
         matrix = layer.weight.matrix
