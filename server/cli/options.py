@@ -110,31 +110,45 @@ def pair_settings(
             "draft_model to it, or leave it out",
             2,
         )
-    _check_draft_settings(settings, flags)
+    _check_source_settings(settings, flags)
     return settings
 
 
-def _check_draft_settings(settings: Settings, flags: Mapping[str, object]) -> None:
-    """Refuse settings of a draft model where none drafts: those of the command, and all of them if
-    no draft is named. Those of a config's own draft, as with --no-draft, are no mistake.
+def _check_source_settings(settings: Settings, flags: Mapping[str, object]) -> None:
+    """Refuse settings of a source of drafts that is not there: those of the command, and all of
+    them if nothing says that the config's own source was turned off, as with --no-draft.
     """
     proposer = settings.speculation.proposer
-    if not {"auto", "draft_model"}.isdisjoint(proposer):
-        return
-    names = ("revision", "dtype", "quantization", "head_layers", "attention_window")
-    for key, given, without in (
-        ("speculation.num_speculative_tokens", settings.speculation.num_speculative_tokens, 0),
-        ("draft.tensor_parallel", settings.draft.tensor_parallel, 1),
-        *((f"draft.{name}", getattr(settings.draft, name), None) for name in names),
+    of_draft = "tensor_parallel", "revision", "dtype", "quantization", "head_layers"
+    for source, called, is_own, keys in (
+        (
+            "draft_model",
+            "a draft model",
+            settings.draft.model is not None,
+            (
+                "speculation.num_speculative_tokens",
+                *(f"draft.{name}" for name in (*of_draft, "attention_window")),
+            ),
+        ),
+        (
+            "suffix",
+            "the source suffix",
+            proposer == ("none",),
+            ("speculation.suffix_min_tokens", "speculation.suffix_answers_mib"),
+        ),
     ):
-        is_flag = flags.get(key) is not None
-        if given not in (None, without) and (is_flag or settings.draft.model is None):
-            name = f"{flag_names()[key]} {given}" if is_flag else f"{key} = {given}"
-            give_up(
-                f"{name} is for a draft model alone, and speculation.proposer is "
-                f"{', '.join(proposer)}: leave it out, or set --proposer auto",
-                2,
-            )
+        for key in keys if {"auto", source}.isdisjoint(proposer) else ():
+            section, name = key.split(".")
+            part = getattr(settings, section)
+            given, default = getattr(part, name), type(part).model_fields[name].default
+            is_flag = flags.get(key) is not None
+            if given not in (None, 0, default) and (is_flag or not is_own):
+                shown = f"{flag_names()[key]} {given}" if is_flag else f"{key} = {given}"
+                give_up(
+                    f"{shown} is for {called} alone, and speculation.proposer is "
+                    f"{', '.join(proposer)}: leave it out, or set --proposer auto",
+                    2,
+                )
 
 
 def names_proposer(assignments: Sequence[str] | None, flags: Mapping[str, object]) -> bool:

@@ -68,6 +68,32 @@ def test_a_k_without_a_draft_model_is_refused(
     assert says in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--no-draft", "--suffix-answers-mib", "5"],
+        ["--proposer", "prediction", "--suffix-min-tokens", "4"],
+        ["--proposer", "prediction", "--set", "speculation.suffix_answers_mib=5"],
+        ["--draft", "c/d", "--proposer", "draft_model", "--suffix-answers-mib", "5"],
+    ],
+)
+def test_settings_of_the_source_suffix_without_it_are_refused(
+    given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.server.cli.serving.serve", lambda settings: 0)
+    result = CliRunner().invoke(app, ["serve", *given])
+    assert result.exit_code == 2
+    assert "is for the source suffix alone, and" in " ".join(result.output.split())
+
+
+def test_settings_of_a_config_whose_sources_are_turned_off_are_no_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text("[draft]\nmodel = 'c/d'\n[speculation]\nsuffix_answers_mib = 5\n")
+    assert served_with(monkeypatch, str(path), "--no-draft").speculation.proposer == ("none",)
+
+
 @pytest.mark.parametrize("command", ["serve", "run-batch", "evaluate"])
 @pytest.mark.parametrize(
     "setting",
