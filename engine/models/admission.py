@@ -119,9 +119,10 @@ def check_masks(hf_config: PreTrainedConfig) -> None:
     """
     text_config = hf_config.get_text_config()
     layer_types = getattr(text_config, "layer_types", None)
-    has_window = getattr(text_config, "sliding_window", None) is not None
+    window = getattr(text_config, "sliding_window", None)
+    has_window = window is not None and window < max_positions(hf_config)
     if layer_types:
-        has_window = "sliding_attention" in layer_types
+        has_window &= "sliding_attention" in layer_types
     if hf_config.model_type in WINDOW_IN_MASK and has_window:
         raise UnsupportedModelError("its sliding window lives in the mask")
 

@@ -262,6 +262,9 @@ def test_a_window_in_the_mask_alone_is_refused_only_if_it_is_on(
     experts = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_experts": 4}
     path = tiny_model("phimoe", **experts)
     check_against_eager(load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE), path)
+    # As Phi-3.5-MoE has it: one that no sequence is longer than hides nothing.
+    path = tiny_model("phimoe", **experts, sliding_window=256)
+    check_against_eager(load_network(ModelConfig(path=str(path), dtype="float32"), DEVICE), path)
     path = tiny_model("phimoe", **experts, sliding_window=8)
     with pytest.raises(UnsupportedModelError, match=r"phimoe.*window lives in the mask"):
         load_network(ModelConfig(path=str(path)), DEVICE)
