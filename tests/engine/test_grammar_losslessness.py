@@ -1,17 +1,12 @@
 """Many steps under a grammar, against exact enumeration of the target's masked distribution."""
 
-import itertools
-import re
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
-import torch
 from distributions import bound, chi_squared, total_variation
 from engines import sampling_config
-from grammars import stands_for
-from target_distribution import next_logits, sample
+from grammars import Language, stands_for
+from target_distribution import joint, sample
 from tiny_models import Quick
 
 from outrider.engine.api import SamplingParams
@@ -25,32 +20,6 @@ PATTERN = "(ab?c?){1,3}"
 NUM_SAMPLES = 2400  # over some thirty outputs
 
 
-@dataclass(eq=False)
-class Language:
-    """What a grammar allows, by brute force: texts of three letters, which stand for tokens."""
-
-    grammar: str
-    pattern: str
-    letters: str
-    tokens: TokenTable
-
-    @cached_property
-    def texts(self) -> set[str]:
-        return {
-            text
-            for length in range(10)
-            for text in map("".join, itertools.product(self.letters, repeat=length))
-            if re.fullmatch(self.pattern, text)
-        }
-
-    @cached_property
-    def beginnings(self) -> set[str]:
-        return {text[:i] for text in self.texts for i in range(len(text) + 1)}
-
-    def allowed(self, text: str) -> list[bool]:
-        return [*(text + letter in self.beginnings for letter in self.letters), text in self.texts]
-
-
 WORDS = Language(f"start: /{PATTERN}/", PATTERN, LETTERS, stands_for(*LETTERS))
 # E is a token that ends thoughts, in which the answer's letters are free.
 THOUGHTS = Language(
@@ -59,24 +28,6 @@ THOUGHTS = Language(
     "abE",
     TokenTable(token_bytes=(b"a", b"b", b"</t>", b"<eos>"), special_token_ids=(2, 3)),
 )
-
-
-def joint(path: Path, params: SamplingParams, language: Language) -> dict[tuple[int, ...], float]:
-    """Probability of every output: of LENGTH tokens, or fewer with eos at the end."""
-    found, open_ones = {}, {(): 1.0}
-    for _ in range(LENGTH):
-        logits = next_logits(path, [[*PROMPT, *tokens] for tokens in open_ones]).double()
-        going_on = {}
-        for (prefix, chance), row in zip(open_ones.items(), logits, strict=True):
-            mask = torch.tensor(language.allowed("".join(language.letters[i] for i in prefix)))
-            row = row.masked_fill(~mask, -torch.inf)
-            if params.top_k:
-                row = row.masked_fill(row < row.topk(params.top_k).values[-1], -torch.inf)
-            for token, p in enumerate((row / params.temperature).softmax(-1).tolist()):
-                if p > 0:
-                    (found if token == EOS else going_on)[*prefix, token] = chance * p
-        open_ones = going_on
-    return found | open_ones
 
 
 @pytest.mark.parametrize(
@@ -100,7 +51,7 @@ def test_the_joint_is_that_of_the_masked_target(
     target, draft = quick_model(3), quick_model(4)
     config = sampling_config(target, draft, proposer)
     engine = Engine(replace(config, token_table=language.tokens, eos_token_ids=(EOS,)))
-    truth = joint(target, params, language)
+    truth = joint(target, PROMPT, params, (EOS,), language.mask)
     assert sum(truth.values()) == pytest.approx(1)
     assert 0.02 < max(truth.values()) < 0.6
     params = replace(params, grammar=language.grammar)

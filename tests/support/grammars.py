@@ -1,6 +1,10 @@
 """Ask a grammar what it allows."""
 
+import itertools
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -47,3 +51,31 @@ def follows(grammar: Grammar, tokens: TokenTable, pieces: Sequence[str]) -> bool
             return False
         grammar.follow([token_id])
     return True
+
+
+@dataclass(eq=False)
+class Language:
+    """What a grammar allows, by brute force: texts of three letters, which stand for tokens."""
+
+    grammar: str
+    pattern: str
+    letters: str
+    tokens: TokenTable
+
+    @cached_property
+    def texts(self) -> set[str]:
+        return {
+            text
+            for length in range(10)
+            for text in map("".join, itertools.product(self.letters, repeat=length))
+            if re.fullmatch(self.pattern, text)
+        }
+
+    @cached_property
+    def beginnings(self) -> set[str]:
+        return {text[:i] for text in self.texts for i in range(len(text) + 1)}
+
+    def mask(self, output: list[int]) -> list[bool]:
+        """Which tokens, the end last, may follow these."""
+        text = "".join(self.letters[token_id] for token_id in output)
+        return [*(text + letter in self.beginnings for letter in self.letters), text in self.texts]
