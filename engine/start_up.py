@@ -5,6 +5,7 @@ for beside everything else.
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from decimal import ROUND_CEILING, Context
 
 import torch
 
@@ -16,6 +17,8 @@ from .models.host_pages import host_pages_of
 from .ranks.wire import Op
 from .seats import left_for_caches
 from .worker import Worker
+
+_TWO_DIGITS_UP = Context(prec=2, rounding=ROUND_CEILING)  # so that what is named fits
 
 
 def make_ready(worker: Worker, config: EngineConfig, report: ReportProgress) -> tuple[int, int]:
@@ -116,10 +119,10 @@ def allocate_host_pages(worker: Worker, config: EngineConfig) -> tuple[list[int]
     num_bytes = config.cache.host_bytes
     most_pages = of_all_ranks.most_within(num_bytes)
     num_pages = bisect_right(range(1, most_pages + 1), num_bytes, key=size)
-    if num_pages < 2:
-        least_gib = size(2) / GIB
+    if num_pages < 1:
+        least_gib = _TWO_DIGITS_UP.create_decimal_from_float(size(1) / GIB)
         raise ConfigError(
-            f"cache.host_gib is {given:g}, which holds no page: set it to {least_gib:.2g} at "
+            f"cache.host_gib is {given:g}, which holds no page: set it to {float(least_gib):g} at "
             "least, or to 0"
         )
     counts = worker.budget.of_groups(num_pages)

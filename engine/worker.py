@@ -75,6 +75,8 @@ class Worker:
         if k > MAX_DRAFTS:
             raise ConfigError(f"num_speculative_tokens is {k}; it must be at most {MAX_DRAFTS}")
         check_ranks(config, self.device)
+        if self.device.type == "cuda":  # weights take none of it, so none need be read
+            check_host_memory(config, None)
         self.followers: Followers | None = None
         if config.target.tensor_parallel > 1:
             self.followers = followers = Followers(config)

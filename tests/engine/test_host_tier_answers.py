@@ -16,6 +16,7 @@ from outrider.engine import host_memory, seats
 from outrider.engine.api import NewRequest, RequestOutput, SamplingParams, SourceName
 from outrider.engine.config import ConfigError, EngineConfig
 from outrider.engine.engine import Engine
+from outrider.engine.models import pair
 
 PAGE = 4
 HOST_GIB = 0.002
@@ -197,6 +198,29 @@ def test_host_memory_that_cannot_serve_is_refused_at_start(
 ) -> None:
     with pytest.raises(ConfigError, match=f"cache.host_gib is .*{says}.* 0"):
         Engine(tiered(engine_config(target, prefix_caching=caches), host_gib))
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_the_least_that_is_named_holds_a_page(windows: bool, tiny_model: Tiny) -> None:
+    config = engine_config(tiny_model("mistral" if windows else "llama"), num_pages=24)
+    with pytest.raises(ConfigError, match=r"holds no page: set it to \S+ at least") as refused:
+        Engine(tiered(config, 1e-9))
+    engine = Engine(tiered(config, float(str(refused.value).split()[10])))
+    assert engine.info.host_pages == 1
+    texts = prompts([60, 61], VOCAB)
+    expected = [tokens(run(Engine(config), [text], GREEDY)[0]) for text in texts]
+    for _ in range(2):
+        assert [tokens(run(engine, [text], GREEDY)[0]) for text in texts] == expected
+
+
+def test_more_than_there_is_of_a_gpus_host_is_refused_before_weights_are_read(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU they take none of it."""
+    monkeypatch.setattr(pair, "load_network", None)
+    config = replace(tiered(engine_config(target), 1e6), device="cuda")
+    with pytest.raises(ConfigError, match=r"host_gib is 1e\+06, but the machine has room for"):
+        Engine(config)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the cache is not in host memory")
