@@ -61,10 +61,13 @@ def follow(connection: FollowerConnection, settings: dict[str, Any]) -> None:
     while True:
         answer = perform(shares, *connection.receive())
         if answer is not None:
-            connection.send(Op.ANSWER, np.array([answer], dtype=np.int64))
+            connection.send(Op.ANSWER, np.array(answer, dtype=np.int64))
 
 
-def perform(shares: "OwnShares", op: Op, shape: Shape, integers_np: np.ndarray) -> int | None:
+def perform(
+    shares: "OwnShares", op: Op, shape: Shape, integers_np: np.ndarray
+) -> int | list[int] | None:
+    """Returns what to answer, if rank 0 waits for an answer."""
     match op:
         case Op.RUN:
             shares.run(shape[0], shape[1:], integers_np)
@@ -90,7 +93,7 @@ def perform(shares: "OwnShares", op: Op, shape: Shape, integers_np: np.ndarray) 
         case Op.LOAD:
             shares.load(shape[0], integers_np.reshape(2, -1))
         case Op.LOADED:
-            shares.host_pages.before_steps()
+            return shares.loaded()
         case Op.MEASURE:
             shares.measure()
         case Op.MEASURED:

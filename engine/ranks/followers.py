@@ -143,7 +143,7 @@ class Followers:
         """
         numbers = [slots.page_size, state_bytes, *num_pages.values()]
         self.ask(Op.HOST, np.array(numbers))
-        return SharedHostPages(own, self.send, [*num_pages], num_bytes)
+        return SharedHostPages(own, self, [*num_pages], num_bytes)
 
     def watched(self, report: ReportProgress) -> ReportProgress:
         """`report`, which also raises RankLostError once one of them could not start."""

@@ -1,5 +1,6 @@
 """A follower's shares of target and draft, with their pages: what rank 0 has it do."""
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -51,6 +52,7 @@ class OwnShares:
         self._loaded = load_shares(config, rank=rank)
         self._max_model_len = config.max_model_len or self._loaded[0].max_positions
         self._num_bytes = self._step_bytes = 0
+        self._why_no_copy = ""
 
     @property
     def batch_invariant(self) -> bool:
@@ -114,11 +116,25 @@ class OwnShares:
 
     def save(self, group: int, pages_np: np.ndarray) -> None:
         """Shape: [2, pages], of the device and of the host."""
-        self.host_pages.save(group, *pages_np.tolist())
+        self._copy(partial(self.host_pages.save, group, *pages_np.tolist()))
 
     def load(self, group: int, pages_np: np.ndarray) -> None:
         """Shape: [2, pages], of the host and of the device."""
-        self.host_pages.load(group, *pages_np.tolist())
+        self._copy(partial(self.host_pages.load, group, *pages_np.tolist()))
+
+    def loaded(self) -> list[int]:
+        """Let further steps wait for what is loaded. Returns the bytes of why a copy has failed."""
+        self._copy(self.host_pages.before_steps)
+        if self._why_no_copy:
+            self.host_pages.wait()  # what has begun must not reach pages of others
+        return list(self._why_no_copy.encode())
+
+    def _copy(self, copy: Callable[[], None]) -> None:
+        """A copy that fails is no reason to end: rank 0 then finds nothing in host memory."""
+        try:
+            copy()
+        except Exception as error:
+            self._why_no_copy = f"{type(error).__name__}: {error}"
 
     def compile(self, num_rows: int) -> None:
         """Compile the kernels of all passes, which rank 0 has compiled just before."""

@@ -29,7 +29,7 @@ class Op(IntEnum):
     HOST = auto()  # the same in host memory: see `Followers.share_host_pages`
     SAVE = auto()  # copy pages of its group `shape` there [2, pages], from and to
     LOAD = auto()  # begin to copy them back [2, pages], from and to
-    LOADED = auto()  # further steps read what has been copied back
+    LOADED = auto()  # further steps read what came back; answer bytes of why a copy failed, or none
     ROOM = auto()  # answer how many bytes are left for pages
     # From a follower
     ALIVE = auto()  # now and then, whatever it is doing

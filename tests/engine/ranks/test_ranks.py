@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from counted_graphs import without_gpu
@@ -27,6 +28,7 @@ from outrider.engine.config import DraftVocabulary, EngineConfig, ModelConfig
 from outrider.engine.engine import Engine
 from outrider.engine.models import loading
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.host_pages import HostPages
 from outrider.engine.models.loading import load_network
 from outrider.engine.models.shares import WHOLE, Share
 from outrider.engine.ranks import group as group_module
@@ -147,8 +149,9 @@ def test_ranks_group_layers_alike_where_the_cache_holds_less_than_a_window(
 
 def test_ranks_copy_the_groups_that_they_have() -> None:
     """The first has another group in front of the states: that of its draft."""
-    own, sent = Mock(), []
-    pages = SharedHostPages(own, lambda *frame: sent.append(frame), groups=[0, 2], num_bytes=1)
+    own, others, sent = Mock(), Mock(), []
+    others.send = lambda *frame: sent.append(frame)
+    pages = SharedHostPages(own, others, groups=[0, 2], num_bytes=1)
     for group in range(3):
         pages.save(group, [5, 6], [7, 8])
         pages.load(group, [7, 8], [5, 6])
@@ -163,11 +166,43 @@ def test_ranks_copy_the_groups_that_they_have() -> None:
 
 
 def test_steps_of_all_ranks_wait_for_what_comes_back() -> None:
-    own, sent = Mock(), []
-    pages = SharedHostPages(own, lambda op, *_: sent.append(op), groups=[0], num_bytes=1)
-    pages.before_steps()
+    own, others = Mock(), Mock()
+    others.ask.return_value = [np.zeros(0)]
+    SharedHostPages(own, others, groups=[0], num_bytes=1).before_steps()
     own.before_steps.assert_called_once_with()
-    assert sent == [Op.LOADED]
+    others.ask.assert_called_once_with(Op.LOADED)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="its ranks are forked from what is changed here")
+@pytest.mark.parametrize("fails", ["save", "load", "before_steps"])
+def test_host_memory_that_fails_on_one_rank_is_left_by_all(
+    fails: str,
+    tiny_model: Tiny,
+    start: Callable[[EngineConfig], Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody's answer changes, and no request ends."""
+    own_pid, call = os.getpid(), getattr(HostPages, fails)
+
+    def failing(pages: HostPages, *args: Any) -> None:
+        if os.getpid() != own_pid:
+            raise RuntimeError("the bus is gone")
+        call(pages, *args)
+
+    monkeypatch.setattr(HostPages, fails, failing)
+    config = engine_config(tiny_model(scale=0.3), num_pages=24, proposer="none")
+    texts = prompts([60, 61, 62], VOCAB)
+    expected = [tokens(outputs) for outputs in run(Engine(config), texts, GREEDY)]
+    engine = start(replace(config, cache=replace(config.cache, host_gib=1e-3)))
+    for others in ([], [[1, 2, 3]], []):
+        for text, answer in zip(texts, expected, strict=True):
+            assert tokens(run(engine, [*others, text], GREEDY)[-1]) == answer
+    warnings = [r.message for r in caplog.records if "host memory" in r.message]
+    assert len(warnings) == 1
+    assert "on another rank: RuntimeError: the bus is gone" in warnings[0]
+    stats = engine.stats()
+    assert (stats.host_pages_total, stats.host_loaded_tokens) == (0, 0)
 
 
 @pytest.mark.gpu
