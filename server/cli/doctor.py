@@ -48,6 +48,7 @@ def doctor_command(
             counted=weights.counted(settings, has_hub=hub.state == "ok") if configured else "",
             num_ranks=target.tensor_parallel or (1 if ":" in target.device else None),
             shares_draft=settings.draft.tensor_parallel > 1,
+            utilization=settings.engine.gpu_memory_utilization,
         ),
     }
     if missing := missing_model(settings):

@@ -202,11 +202,13 @@ def pair(
     counted: PairWeights | str = "",
     num_ranks: int | None = None,
     shares_draft: bool = False,
+    utilization: float = 0.9,
 ) -> Finding:
     """Whether the configured target fits this machine with its draft; if none is configured, the
     largest suggested pair that does and can be obtained. `num_ranks` share the target (None: as few
     as hold it), and perhaps the draft, which is counted as if it were whole. `counted` is what the
     configured pair takes, or why nobody knows; a suggested one's draft is known, the hub's is not.
+    `utilization` is `engine.gpu_memory_utilization`.
     """
     num_gpus, numbers = torch.cuda.device_count() if torch.cuda.is_available() else 0, [1]
     if torch.cuda.is_available():
@@ -215,11 +217,11 @@ def pair(
             from outrider.engine.ranks.admission import why_not_these_gpus  # takes seconds
 
             device = torch.device("cuda")
-            numbers += [n for n in (2, 4, 8) if why_not_these_gpus(n, device) is None]
+            numbers += [n for n in range(2, num_gpus + 1) if why_not_these_gpus(n, device) is None]
             first = range(min(num_ranks or numbers[-1], num_gpus))
             total_bytes = min(torch.cuda.mem_get_info(i)[1] for i in first)
             where = "each GPU" if len(first) > 1 else "the first GPU"
-        room_bytes = room_for_weights(total_bytes)
+        room_bytes = room_for_weights(total_bytes, utilization)
     else:
         room_bytes, where = available_bytes() * WEIGHTS_SHARE_CPU, "the CPU"
         room_bytes = min(room_bytes, MAX_CPU_WEIGHTS_GB * 1e9)
@@ -247,6 +249,8 @@ def pair(
         if num_ranks is None:
             sharing = Sharing(counted.config.target)
             numbers = [n for n in numbers if n == 1 or sharing.why_not(n) is None]
+    elif num_ranks is None:  # its heads are not known; nearly every model's divide so
+        numbers = [n for n in numbers if n.bit_count() == 1]
     fits = ((each, fewest_gpus(each[1].weights, room_bytes, numbers)) for each in known)
     (model, found), num = next((fit for fit in fits if fit[1]), (known[-1], None))
     text = f"{found.text} {found.weights.in_all / 1e9:.1f} GB of weights{in_dtype}"

@@ -17,6 +17,7 @@ from socket_server import on_a_socket
 from tiny_pairs import save_tiny_model_with_tokenizer, write_tiny_gguf
 from typer.testing import CliRunner
 
+from outrider.engine.ranks import fit
 from outrider.server.cli import app
 from outrider.server.config.server_settings import ServerSettings
 from outrider.server.config.settings_loader import load_settings
@@ -203,7 +204,7 @@ def test_the_largest_pair_that_fits_is_suggested(
     assert machine.pair(has_hub=has_hub).remedy == f"outrider serve {expected}"
 
 
-def gpus_of(monkeypatch: pytest.MonkeyPatch, *totals_gb: int) -> None:
+def gpus_of(monkeypatch: pytest.MonkeyPatch, *totals_gb: float) -> None:
     """A machine with these GPUs."""
     gpus = [
         SimpleNamespace(name="GPU", major=9, minor=0, total_memory=gb * 10**9) for gb in totals_gb
@@ -233,6 +234,34 @@ def test_several_gpus_are_shown_the_largest_pair_that_they_can_share(
     assert found.remedy == f"outrider serve {model}"
     assert words in found.text
     assert "ranks" not in machine.pair(has_hub=False).text
+
+
+def test_a_pair_that_is_here_is_looked_at_on_any_number_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the server does: three ranks may share three KV heads."""
+    monkeypatch.setattr(fit, "_STEP_BYTES", 0)
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+    model = save_tiny_model_with_tokenizer(
+        tmp_path / "model", intermediate_size=96, num_hidden_layers=8, **heads
+    )
+    settings = load_settings(
+        assignments=[f"target.model={model}", "speculation.proposer=none"], environ={}
+    )
+    counted = weights.counted(settings, has_hub=False)
+    assert isinstance(counted, weights.PairWeights)
+    total = counted.weights.of_first(3) / 0.8 + 1
+
+    def found(*totals: float, utilization: float = 0.9) -> machine.Finding:
+        gpus_of(monkeypatch, *(each / 1e9 for each in totals))
+        return machine.pair(
+            has_hub=False, configured=str(model), counted=counted, utilization=utilization
+        )
+
+    assert "on the first of 3 ranks" in found(*[total] * 4).text
+    assert found(*[total] * 4).state == "ok"
+    assert found(*[total] * 4, utilization=0.5).state == "note"
+    assert "on the first of 6 ranks" in found(*[total] * 6, utilization=0.6).text
 
 
 def test_a_configured_number_of_ranks_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
