@@ -14,6 +14,7 @@ from verification import HAS_KERNELS
 
 from outrider.engine.config import ModelConfig
 from outrider.engine.models.loading import load_network
+from outrider.engine.models.shares import WHOLE, Share
 
 NUM_LAYERS = 8
 SHAPE = {
@@ -73,6 +74,28 @@ def test_no_more_than_a_layer_is_on_its_way(
     assert kept >= network.weight_bytes  # it counts
     assert kept <= (1.3 * NUM_LAYERS * LAYER + 4 * OTHERS if HAS_KERNELS else 4.1 * weights)
     assert memory.most - kept < 3 * 4 * LAYER
+
+
+@pytest.mark.parametrize("name", [None, "awq"])
+def test_a_rank_never_has_more_than_its_share_and_a_layer(
+    name: str | None, tiny_model: Tiny, tmp_path: Path
+) -> None:
+    """Though it compares its share with transformers' own code."""
+    torch.manual_seed(0)
+    path = tiny_model("llama", **SHAPE)
+    if name is not None:
+        path = quantise(path, tmp_path, name)
+    config = ModelConfig(path=str(path), dtype="float32")
+    kept, most = [], []
+    for share in (WHOLE, Share(1, 2)):
+        with Memory() as memory:
+            network = load_network(config, DEVICE, share=share)
+            kept.append(memory.now)
+        most.append(memory.most)
+        assert kept[-1] >= network.weight_bytes
+        del network
+    assert kept[1] < 0.6 * kept[0]
+    assert most[1] - kept[1] < 4 * LAYER < most[0] - kept[1]
 
 
 def test_no_more_than_a_layer_of_experts_is_on_its_way(tiny_model: Tiny, tmp_path: Path) -> None:
