@@ -1,6 +1,5 @@
 """How much of prompts a step computes beside sequences that decode (`scheduler.max_itl_ms`)."""
 
-FIRST_ROWS = 128  # until steps with prompts were timed
 FEWEST_ROWS = 16  # a prompt always goes on, even if decoding alone takes longer
 GROWTH = 2.0  # at most, from one step to the next: few rows cost hardly more than none
 MARGIN = 0.9  # of the time allowed, which steps take on the average
@@ -9,14 +8,14 @@ MARGIN = 0.9  # of the time allowed, which steps take on the average
 class Chunks:
     """Cuts prompts so that a step takes at most `max_s`, by what steps with prompts took lately.
 
-    If r rows of prompts take t, r * max_s / t are allowed next. Part of t does not depend on r, so
-    that it takes a few steps to come to the right number, which then stays.
+    It begins with the fewest. If r rows of prompts take t, r * max_s / t are allowed next. Part of
+    t does not depend on r, so that it takes a few steps to come to the right number, which stays.
     """
 
     def __init__(self, max_s: float | None) -> None:
         """None: prompts take all the rows that a step has."""
         self._max_s = max_s
-        self._rows = float(FIRST_ROWS)
+        self._rows = float(FEWEST_ROWS)
 
     @property
     def most_rows(self) -> int | None:
