@@ -184,7 +184,26 @@ def test_what_is_not_served_is_refused_by_name(
         ("fp8 of tensors", "weight_scale", torch.ones(3, 5), "scales of the shape"),
         ("fp8 of tensors", "weight", torch.zeros(128, 100), "q_proj.weight is 128 x 100; .* 128 x"),
         ("awq", "qzeros", None, "has no qzeros"),
-        ("gptq, act-order", "g_idx", torch.zeros(192, dtype=torch.int32), "not of 32 inputs each"),
+        ("awq", "scales", torch.zeros(5, 128), "q_proj: 192 inputs are in 5 groups"),
+        (
+            "gptq, act-order",
+            "g_idx",
+            torch.zeros(192, dtype=torch.int32),
+            "q_proj: its groups are not of 32 inputs each",
+        ),
+        ("gptq, act-order", "g_idx", None, "q_proj has no g_idx, though desc_act is true"),
+        (
+            "gptq",
+            "g_idx",
+            torch.arange(191) // 32,
+            "q_proj.g_idx is 191; by its config it must be 192",
+        ),
+        (
+            "gptq",
+            "qzeros",
+            torch.full((5, 16), 0x77777777, dtype=torch.int32),
+            r"q_proj: its zero points have the shape \(5, 128\)",
+        ),
         (
             "gptq, zero points",
             "qzeros",
@@ -222,6 +241,20 @@ def test_what_is_not_served_is_refused_by_name(
             r"q_proj: its scales have the shape \(3, 128\), not \(6, 128\)",
         ),
         ("ct 4 bits", "weight_shape", torch.tensor([128, 200]), "neither 4 nor 8 bits"),
+        ("ct 4 bits", "weight_shape", torch.tensor([192]), "q_proj: .*unpack"),
+        (
+            "ct 4 bits",
+            "weight_scale",
+            torch.zeros(127, 3),
+            "q_proj: it has 128 outputs, and 127 x 3 scales",
+        ),
+        ("ct int8", "weight_scale", torch.zeros(100), "q_proj: it has 128 outputs, and 100 scales"),
+        (
+            "ct 4 bits, zero points",
+            "weight_zero_point",
+            None,
+            "q_proj has no weight_zero_point, though its config says that it is not symmetric",
+        ),
     ],
 )
 def test_a_broken_layer_is_refused_by_name(

@@ -334,13 +334,14 @@ FORMATS = {
     "ct int8": Format(_compressed("int-quantized"), int8_of_rows),
     "ct 4 bits": Format(_compressed("pack-quantized"), pack_quantized(4, 64, asymmetric=False)),
     "ct 4 bits, zero points": Format(
-        _compressed("pack-quantized"), pack_quantized(4, 32, asymmetric=True)
+        _compressed("pack-quantized", symmetric=False), pack_quantized(4, 32, asymmetric=True)
     ),
     "ct 8 bits": Format(
         _compressed("pack-quantized", num_bits=8), pack_quantized(8, None, asymmetric=False)
     ),
     "ct 8 bits, zero points": Format(
-        _compressed("pack-quantized", num_bits=8), pack_quantized(8, 64, asymmetric=True)
+        _compressed("pack-quantized", num_bits=8, symmetric=False),
+        pack_quantized(8, 64, asymmetric=True),
     ),
     "ct mxfp4": Format(_compressed("mxfp4-pack-quantized"), mxfp4),
     "ct nvfp4": Format(

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from outrider.kernels.model.narrow_matrix import Kind, NarrowMatrix, narrow_matrix
 
-from ..admission import UnsupportedModelError
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, check_shape
 
 
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
@@ -33,9 +32,9 @@ def signed(numbers: Tensor) -> Tensor:
 
 
 def group_of(num_in: int, num_groups: int) -> int:
-    """Inputs that share a scale. Raises UnsupportedModelError if groups differ in size."""
+    """Inputs that share a scale. Raises ValueError if groups differ in size."""
     if num_in % num_groups:
-        raise UnsupportedModelError(f"{num_in} inputs are in {num_groups} groups")
+        raise ValueError(f"{num_in} inputs are in {num_groups} groups")
     return num_in // num_groups
 
 
@@ -44,17 +43,18 @@ def matrix_of_integers(
 ) -> NarrowMatrix:
     """A matrix of 4 or 8 bits; the tensor `index`, if there is one, has the group of each input.
 
-    Raises UnsupportedModelError if groups differ in size.
+    Raises ValueError if groups differ in size.
     Shape: codes [N, K] uint8, index [K]; scale and `parts` as in narrow_matrix.
     """
     group = group_of(codes.shape[1], len(scale))
     order = None
     if index in tensors:
         groups = tensors.stored(index)
+        check_shape(index, groups.shape, codes.shape[1:])
         by_group = torch.argsort(groups, stable=True)
         inputs = torch.arange(len(by_group), device=by_group.device)
         if not torch.equal(groups[by_group].long(), inputs // group):
-            raise UnsupportedModelError(f"its groups are not of {group} inputs each")
+            raise ValueError(f"its groups are not of {group} inputs each")
         if not torch.equal(by_group, inputs):
             order, codes = by_group, codes[:, by_group]
     if bits == 8:

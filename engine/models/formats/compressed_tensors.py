@@ -45,7 +45,13 @@ def reader(config: dict[str, Any]) -> Read:
         raise UnsupportedModelError(f"its blocks have several sizes: {sorted(blocks)}")
     block = list(blocks.pop()) if blocks else None
     rounded = {kind for group in groups if (kind := _rounded_inputs(group)) is not None}
-    return lambda tensors, layer: _read(tensors, layer, block, rounded)
+    weights = [group.get("weights") or {} for group in groups]
+    needed = {}  # by integers
+    if weights and all(of.get("symmetric") is False for of in weights):
+        needed["weight_zero_point"] = "its config says that it is not symmetric"
+    if weights and all(of.get("actorder") == "group" for of in weights):
+        needed["weight_g_idx"] = "its config says that groups are not in order (actorder)"
+    return lambda tensors, layer: _read(tensors, layer, block, rounded, needed)
 
 
 def _rounded_inputs(group: dict[str, Any]) -> str | None:
@@ -62,11 +68,18 @@ def _rounded_inputs(group: dict[str, Any]) -> str | None:
 
 
 def _read(
-    tensors: Checkpoint, layer: str, block: list[int] | None, rounded: set[str]
+    tensors: Checkpoint,
+    layer: str,
+    block: list[int] | None,
+    rounded: set[str],
+    needed: dict[str, str],
 ) -> NarrowMatrix | None:
     if f"{layer}.weight_packed" in tensors:
         if tensors.view(f"{layer}.weight_packed").dtype == torch.uint8:
             return _read_e2m1(tensors, layer)
+        for name, why in needed.items():
+            if f"{layer}.{name}" not in tensors:
+                raise UnsupportedModelError(f"{layer} has no {name}, though {why}")
         return _read_packed(tensors, layer)
     if tensors.view(f"{layer}.weight").dtype == torch.int8:
         return _read_int8(tensors, layer, rounds_inputs="int" in rounded)
@@ -76,7 +89,7 @@ def _read(
 def _read_packed(tensors: Checkpoint, layer: str) -> NarrowMatrix:
     """Integers packed into words along the inputs, zero points along the outputs."""
     words = tensors.stored(f"{layer}.weight_packed")
-    num_out, num_in = tensors.stored(f"{layer}.weight_shape").tolist()
+    num_out, num_in = tensors.stored(f"{layer}.weight_shape").long().tolist()
     bits = next((bits for bits in (4, 8) if words.shape[1] == -(-num_in * bits // 32)), None)
     if bits is None:
         raise UnsupportedModelError(f"{layer} has neither 4 nor 8 bits")
@@ -102,9 +115,15 @@ def _read_int8(tensors: Checkpoint, layer: str, *, rounds_inputs: bool) -> Narro
 
 
 def _scales(tensors: Checkpoint, layer: str, num_out: int) -> tuple[int, Tensor]:
-    """How many outputs share a scale, and the scales: [groups, N / rows]."""
+    """How many outputs share a scale, and the scales: [groups, N / rows].
+
+    Raises ValueError if outputs have different numbers of them.
+    """
     scale = tensors.stored(f"{layer}.weight_scale")
     rows = num_out if scale.numel() == 1 else 1
+    if scale.numel() % (num_out // rows):
+        found = " x ".join(map(str, scale.shape))
+        raise ValueError(f"it has {num_out} outputs, and {found} scales")
     return rows, scale.view(num_out // rows, -1).t()
 
 
