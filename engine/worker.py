@@ -73,7 +73,9 @@ class Worker:
             torch.cuda.set_device(self.device)  # Triton launches on the current device
         k = config.speculation.k
         if k > MAX_DRAFTS:
-            raise ConfigError(f"num_speculative_tokens is {k}; it must be at most {MAX_DRAFTS}")
+            raise ConfigError(
+                f"speculation.num_speculative_tokens is {k}; it must be at most {MAX_DRAFTS}"
+            )
         check_ranks(config, self.device)
         if self.device.type == "cuda":  # weights take none of it, so none need be read
             check_host_memory(config, None)

@@ -80,8 +80,8 @@ def load_network(
         check_config(hf_config)
         if max_model_len is not None and max_model_len > (longest := max_positions(hf_config)):
             raise UnsupportedModelError(
-                f"max_model_len is {max_model_len}, but it has positions for {longest} tokens: set "
-                "it to that at most, or leave it out"
+                f"engine.max_model_len is {max_model_len}, but it has positions for {longest} "
+                "tokens: set it to that at most, or leave it out"
             )
         if is_draft and keeps_state(hf_config):
             raise UnsupportedModelError(

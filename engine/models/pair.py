@@ -157,13 +157,18 @@ class ModelPair:
         fits = min((num_pages - 1) * self.page_size, slots.max_model_len)  # one page is a dummy
         if fits >= self.max_model_len:
             return self.max_model_len
-        if config.max_model_len is not None or fits < 2:
+        if fits < 2:
             raise ConfigError(
-                f"max_model_len is {self.max_model_len} tokens, but the KV cache holds "
-                f"{max(fits, 0)}; lower max_model_len, or give the cache more pages or memory"
+                f"the KV cache holds {max(fits, 0)} tokens, and a sequence has two at least: give "
+                "it more pages (cache.num_pages) or memory"
+            )
+        if config.max_model_len is not None:
+            raise ConfigError(
+                f"engine.max_model_len is {self.max_model_len} tokens, but the KV cache holds "
+                f"{fits}: set it to that at most, or give the cache more pages or memory"
             )
         log.warning(
-            "max_model_len is cut from %d to %d tokens: the KV cache holds no more",
+            "engine.max_model_len is cut from %d to %d tokens: the KV cache holds no more",
             self.max_model_len,
             fits,
         )
@@ -205,6 +210,6 @@ def _check_num_drafts(head: Head, config: EngineConfig) -> None:
     k, most = config.speculation.num_speculative_tokens, head.max_drafts
     if config.draft is not None and most is not None and k > most:
         raise HeadError(
-            f"num_speculative_tokens is {k}, but the {head.kind} head {config.draft.path} drafts "
-            f"{most} tokens at most; lower it"
+            f"speculation.num_speculative_tokens is {k}, but the {head.kind} head "
+            f"{config.draft.path} drafts {most} tokens at most; lower it"
         )

@@ -85,8 +85,18 @@ def test_longer_sequences_than_the_cache_holds_are_refused_as_settings(
     tiny_model: Callable[..., Path],
 ) -> None:
     config = engine_config(tiny_model("llama"), k=0, num_pages=9, page_size=4)
-    with pytest.raises(ConfigError, match=r"max_model_len is 33 tokens, but the KV cache holds 32"):
+    says = r"^engine\.max_model_len is 33 tokens, but the KV cache holds 32: set it to that at most"
+    with pytest.raises(ConfigError, match=says):
         Engine(replace(config, max_model_len=33))
+
+
+def test_a_cache_that_holds_no_sequence_is_said_to_be_too_small(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """Nobody has set a length that could be lowered."""
+    config = engine_config(tiny_model("llama"), k=0, num_pages=2, page_size=1)
+    with pytest.raises(ConfigError, match=r"^the KV cache holds 1 tokens, .*: give it more pages"):
+        Engine(config)
 
 
 def test_weights_are_counted_as_they_come(tiny_model: Callable[..., Path]) -> None:
