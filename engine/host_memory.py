@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from .config import ConfigError, EngineConfig
+from .config import CacheConfig, ConfigError, SpeculationConfig
 from .memory.budget import Budget
 
 _MOST_SHARE = 0.9  # of the free memory of the host; pinned memory is never swapped out
@@ -17,13 +17,15 @@ def available_bytes() -> int:
     return min([_left_by_machine(), *_left_by_groups()])
 
 
-def check_host_memory(config: EngineConfig, budget: Budget | None) -> None:
+def check_host_memory(
+    cache: CacheConfig, speculation: SpeculationConfig, budget: Budget | None = None
+) -> None:
     """Refuse settings by which more memory of the host would be used than is free, before any of it
     is allocated. `budget`: of a KV cache that lies there, too.
 
     Raises ConfigError saying what fits.
     """
-    room_bytes, num_pages = available_bytes(), config.cache.num_pages
+    room_bytes, num_pages = available_bytes(), cache.num_pages
     if budget is not None and num_pages is not None:
         pages_bytes = budget.num_bytes(num_pages)
         if pages_bytes > room_bytes:
@@ -35,8 +37,8 @@ def check_host_memory(config: EngineConfig, budget: Budget | None) -> None:
         room_bytes -= pages_bytes
     room_bytes = int(room_bytes * _MOST_SHARE)
     for name, num_bytes, unit, unit_bytes, digits in (
-        ("cache.host_gib", config.cache.host_bytes, "GiB", 2**30, 1),
-        ("speculation.suffix_answers_mib", config.speculation.answers_bytes, "MiB", 2**20, 0),
+        ("cache.host_gib", cache.host_bytes, "GiB", 2**30, 1),
+        ("speculation.suffix_answers_mib", speculation.answers_bytes, "MiB", 2**20, 0),
     ):
         if num_bytes > room_bytes:
             most = math.floor(room_bytes / unit_bytes * 10**digits) / 10**digits

@@ -78,7 +78,7 @@ class Worker:
             )
         check_ranks(config, self.device)
         if self.device.type == "cuda":  # weights take none of it, so none need be read
-            check_host_memory(config, None)
+            check_host_memory(config.cache, config.speculation)
         self.followers: Followers | None = None
         if config.target.tensor_parallel > 1:
             self.followers = followers = Followers(config)
@@ -123,7 +123,8 @@ class Worker:
             has_host_tier=config.cache.host_gib > 0,
         )
         self.host_pages: tuple[list[int], PageCopies] | None = None  # number of each group's
-        check_host_memory(config, self.budget_of_all_ranks if self.device.type == "cpu" else None)
+        of_host = self.budget_of_all_ranks if self.device.type == "cpu" else None
+        check_host_memory(config.cache, config.speculation, of_host)
         self.edits = LogitEdits(self.slots)
         self.proposer = build_proposer(config, self.slots, self.edits, self.pair)
         self.scorer = Scorer(self.pair.target, self.slots.vocab_size)

@@ -24,6 +24,8 @@ def doctor_command(
     Exits with status 1 if the server cannot run on this machine as it is.
     """
     settings = settings_or_exit(config, assignments)
+    from outrider.engine.config import CacheConfig
+
     from ..diagnosis import machine, network, weights  # bring in torch
 
     target = settings.target
@@ -36,7 +38,7 @@ def doctor_command(
         "GPU": machine.gpu(target.device, target.tensor_parallel or 1),
         "compiler": machine.compiler(),
         "processor": machine.processor(),
-        "memory": machine.memory(),
+        "memory": machine.memory(CacheConfig(**settings.cache.model_dump())),
         "disk": machine.disk(),
         "port": network.port(settings.server),
         "clients": network.clients(settings.server),

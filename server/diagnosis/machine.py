@@ -14,8 +14,8 @@ import psutil
 import torch
 from transformers import PreTrainedConfig
 
-from outrider.engine.config import ConfigError
-from outrider.engine.host_memory import available_bytes
+from outrider.engine.config import CacheConfig, ConfigError, SpeculationConfig
+from outrider.engine.host_memory import available_bytes, check_host_memory
 from outrider.engine.models.admission import resolve_dtype
 from outrider.engine.ranks.fit import fewest_gpus, room_for_weights
 from outrider.kernels.cpu import layers
@@ -152,7 +152,12 @@ def processor() -> Finding:
     return Finding("ok", text)
 
 
-def memory() -> Finding:
+def memory(cache: CacheConfig) -> Finding:
+    """What is available, and whether it is enough for the cache's second tier."""
+    try:
+        check_host_memory(cache, SpeculationConfig())
+    except ConfigError as error:
+        return Finding("bad", str(error))
     left = available_bytes()
     text = f"{left / 1e9:.0f} of {psutil.virtual_memory().total / 1e9:.0f} GB available"
     if left >= 1.5e9:

@@ -17,6 +17,7 @@ from socket_server import on_a_socket
 from tiny_pairs import save_tiny_model_with_tokenizer, write_tiny_gguf
 from typer.testing import CliRunner
 
+from outrider.engine.config import CacheConfig
 from outrider.engine.ranks import fit
 from outrider.server.cli import app
 from outrider.server.config.server_settings import ServerSettings
@@ -44,6 +45,15 @@ def test_a_model_whose_path_leads_nowhere_is_missing(name: str) -> None:
     result = CliRunner().invoke(app, ["doctor", "--offline", *settings])
     assert result.exit_code == 1
     assert "'./nowhere' does not exist" in " ".join(result.stdout.split())
+
+
+def test_more_host_memory_for_the_cache_than_there_is_is_missing() -> None:
+    """In the words of the engine, which would end the start with them."""
+    settings = ["--set", "server.port=0", "--set", "cache.host_gib=1e6"]
+    result = CliRunner().invoke(app, ["doctor", "--offline", *settings])
+    assert result.exit_code == 1
+    text = " ".join(result.stdout.split())
+    assert "cache.host_gib is 1e+06, but the machine has room for" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -418,7 +428,7 @@ def test_a_cpu_is_asked_in_which_dtype_models_run(
 
 def test_a_small_machine_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 4 * 10**8)
-    assert machine.memory().state == "note"
+    assert machine.memory(CacheConfig()).state == "note"
     assert machine.pair(has_hub=True).state == "bad"
 
 
