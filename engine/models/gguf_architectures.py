@@ -116,8 +116,17 @@ class LlamaFile:
         return list(self.inner.values())
 
     def shape(self, place: Place, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """That of transformers' tensor, given the file's."""
-        return shape if place.part is None else shape[1:]
+        """That of transformers' tensor, given the file's.
+
+        Raises ValueError if it has another number of experts than the metadata say.
+        """
+        if place.part is None:
+            return shape
+        if shape[0] != (count := self.value("expert_count")):
+            raise ValueError(
+                f"{place.name} has {shape[0]} experts; by its metadata it must have {count}"
+            )
+        return shape[1:]
 
     def restored(self, place: Place, codes: Codes) -> Codes:
         """The numbers as transformers has them."""

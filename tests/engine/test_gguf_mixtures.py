@@ -155,6 +155,14 @@ def test_a_broken_hybrid_is_refused_by_name(
         load(path)
 
 
+def test_another_number_of_experts_than_the_files_own_is_refused_by_name(tmp_path: Path) -> None:
+    path = save(tmp_path, "qwen3_moe", **{"blk.0.ffn_up_exps.weight": torch.ones(7, 32, 64)})
+    with pytest.raises(
+        UnsupportedModelError, match=r"blk\.0\.ffn_up_exps\.weight has 7 experts; .* must have 6"
+    ):
+        load(path)
+
+
 def test_tensors_that_a_file_lacks_or_has_too_many_of_are_named(tmp_path: Path) -> None:
     names = ("blk.0.ssm_a", "blk.1.attn_k.weight", "blk.2.ffn_up_exps.weight")
     changes = dict.fromkeys(names)
