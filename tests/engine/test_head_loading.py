@@ -59,6 +59,8 @@ def check_refused(target: Path, head: Path, says: str) -> None:
         ("d2t", lambda t: t + 90, "d2t leads to token ids from .*; the target's are 0 to 96"),
         ("d2t", lambda t: -torch.arange(50), "the same id of the target"),
         ("t2d", lambda t: ~t, "t2d and d2t disagree"),
+        ("layers.1.mlp.up_proj.weight", torch.ones(48, 32), "has layers.1.mlp.up_proj.weight"),
+        ("midlayer.self_attn.k_proj.bias", torch.ones(16), "has midlayer.self_attn.k_proj.bias"),
     ],
 )
 def test_a_bad_tensor_is_reported_at_load_with_both_models(
@@ -98,6 +100,7 @@ def test_a_bias_of_another_length_is_reported_at_load(
         ({"fc_norm": True}, "no tensor 'fc_norm.0.weight'"),
         ({"architectures": ["LiLiCorrDraftModel"]}, "of kind lilicorr; of heads, eagle3, peagle"),
         ({"architectures": ["MedusaModel"]}, "of kind medusa; of heads, eagle3, peagle, dflash"),
+        ({"num_hidden_layers": 0}, "its config describes no layer: .*num_hidden_layers is 0"),
         ({"num_key_value_heads": 0}, r"config.json is damaged \(ZeroDivisionError"),
         ({"rope_theta": "x"}, r"config.json is damaged \(TypeError"),
         ({"draft_vocab_size": "x"}, "config.json is damaged"),

@@ -130,6 +130,7 @@ def test_a_head_that_knows_the_next_token_is_always_right(target: Path) -> None:
         ("mlp.up_proj.weight", lambda t: t[:9].contiguous(), "is 9 x 32; by its config it must"),
         ("mlp.up_proj.weight", lambda t: t.to(torch.int8), "dtype torch.int8"),
         ("self_attn.q_proj.weight", lambda t: t[:16].contiguous(), "is 16 x 32; by its config"),
+        ("input_layernorm.bias", torch.ones(32), f"has {LAYER}.input_layernorm.bias"),
     ],
 )
 def test_a_bad_tensor_is_reported_at_load(name: str, value: Any, says: str, target: Path) -> None:

@@ -220,6 +220,8 @@ def _layers(config: dict[str, Any]) -> "LlamaConfig":
     try:
         with invalid_config_as_value_error():
             layers = LlamaConfig(**kept)
+        if layers.num_hidden_layers < 1:
+            raise ValueError(f"num_hidden_layers is {layers.num_hidden_layers}")
     except (TypeError, ValueError, KeyError) as error:
         raise HeadError(f"its config describes no layer: {error}") from error
     rope_type = (layers.rope_parameters or {}).get("rope_type")

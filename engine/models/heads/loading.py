@@ -33,6 +33,7 @@ from ..narrow_weight import in_fp8
 from ..network import Network
 from ..parts.attention import Attention
 from ..parts.convolved import Convolved
+from ..unread import layer_of
 from ..weights import Dense, Layer, Linear
 from .block_head import BlockHead, Context
 from .chain import ConfidenceHead, MarkovHead, Selector
@@ -148,6 +149,12 @@ def _read_head(
     read = rounding(rounds_inputs=True) if _rounds(config, target) else None
     checkpoint = Checkpoint(Path(config.path), target.dtype, target.device, report, read=read)
     head = _build(head_config, checkpoint, target, len(boundaries))
+    most = head_config.layers.num_hidden_layers
+    beyond = sorted(name for name in checkpoint.unread() if layer_of(name) >= most)
+    if left_out := [*beyond, *checkpoint.biases_left_out()]:
+        raise HeadError(
+            f"its file has {left_out[0]}, and the head of its config has no such tensor"
+        )
     return head, [boundary - 1 for boundary in boundaries]
 
 
@@ -359,4 +366,8 @@ def _read_mtp_head(
         target_ids=None,
         vocab_size=target.vocab_size,
     )
+    if left_out := checkpoint.biases_left_out():
+        raise HeadError(
+            f"its file has {left_out[0]}, and MTP heads of its type have no such tensor"
+        )
     return head, [target.num_layers]
