@@ -4,6 +4,8 @@ Some warps of a program load them, and warpgroups compute with them meanwhile: i
 and `few_rows_attention`.
 """
 
+from torch import Tensor
+
 from ..dependent_launch import wait_for_inputs
 from ..triton_or_none import gl, gluon, hopper
 from .attention_items import WIDTH, split_of, start_of
@@ -12,9 +14,13 @@ from .softmax_sums import LOG2_E, add
 
 mbarrier, tma = hopper.mbarrier, hopper.tma
 
-BLOCK = gl.constexpr(64)  # tokens
 SUMS = gl.constexpr(8)  # columns of a product with ones: the fewest that tensor cores can do
 AHEAD = gl.constexpr(2)  # blocks in FP8 that are on their way
+
+
+def block_of(k_cache: Tensor) -> int:
+    """How many tokens a layer's blocks have. Whatever computes a row takes the same."""
+    return 128 if k_cache.shape[3] == 128 and k_cache.element_size() == 2 else 64
 
 
 @gluon.jit
@@ -27,7 +33,7 @@ def item_of(turn):
 
 
 @gluon.jit
-def tokens_of(item_ptr, window, HAS_WINDOW: gl.constexpr):
+def tokens_of(item_ptr, window, BLOCK: gl.constexpr, HAS_WINDOW: gl.constexpr):
     """The first and last token that any row of an item sees, and the start of the first block."""
     first_position = gl.load(item_ptr + 2)
     begin = 0
@@ -39,18 +45,26 @@ def tokens_of(item_ptr, window, HAS_WINDOW: gl.constexpr):
 @gluon.jit
 def copy_block(
     cache, parts, barrier, stage, pages_ptr, start, end, column,
-    DIM: gl.constexpr, PAGE: gl.constexpr,
+    BLOCK: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Have a block copied into a stage, by the tensor memory accelerator; the barrier notes it."""
+    """Have a block's tokens before `end` copied into a stage, by the tensor memory accelerator; the
+    barrier notes it. The stage keeps what it held behind them.
+    """
     PART: gl.constexpr = parts.shape[1]
     SPAN: gl.constexpr = parts.shape[2]
-    mbarrier.expect(barrier, BLOCK * DIM * (parts.dtype.primitive_bitwidth // 8))
-    for i in gl.static_range(BLOCK // PART):
+    BYTES: gl.constexpr = PART * DIM * (parts.dtype.primitive_bitwidth // 8)
+    COUNT: gl.constexpr = BLOCK // PART
+    num_parts = gl.maximum((gl.minimum(end - start, BLOCK) + PART - 1) // PART, 1)
+    for i in gl.static_range(COUNT):  # how many bytes are expected must be a constant
+        mbarrier.expect(barrier, (i + 1) * BYTES, pred=num_parts == i + 1)
+    for i in gl.static_range(COUNT):
         n = start + i * PART
         row = gl.load(pages_ptr + n // PAGE, mask=n < end, other=0) * PAGE + n % PAGE
         for j in gl.static_range(DIM // SPAN):
-            part = parts.index((stage * (DIM // SPAN) + j) * (BLOCK // PART) + i)
-            tma.async_copy_global_to_shared(cache, [row, column + j * SPAN], barrier, part)
+            part = parts.index((stage * (DIM // SPAN) + j) * COUNT + i)
+            tma.async_copy_global_to_shared(
+                cache, [row, column + j * SPAN], barrier, part, pred=i < num_parts
+            )
 
 
 @gluon.jit
@@ -73,6 +87,7 @@ def load_blocks(
 
     One warp, or a warpgroup.
     """
+    BLOCK: gl.constexpr = tiles[0].shape[1]
     items_ptr, num_items, window = work
     block = 0
     for turn in range((num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
@@ -81,7 +96,7 @@ def load_blocks(
             column = item % NUM_KV_HEADS * DIM
             item_ptr = items_ptr + item // NUM_KV_HEADS * WIDTH
             pages_ptr = block_table_ptr + gl.load(item_ptr + 3).to(gl.int64) * block_table_stride
-            _, end, first = tokens_of(item_ptr, window, HAS_WINDOW)
+            _, end, first = tokens_of(item_ptr, window, BLOCK, HAS_WINDOW)
             num_blocks = (end - first + BLOCK - 1) // BLOCK
             if IN_FP8:
                 CODES: gl.constexpr = gl.BlockedLayout(
@@ -102,7 +117,7 @@ def load_blocks(
                         for which in gl.static_range(2):
                             copy_block(
                                 caches[which], parts[which], copied[which].index(slot), slot,
-                                pages_ptr, first + i * BLOCK, end, column, DIM, PAGE,
+                                pages_ptr, first + i * BLOCK, end, column, BLOCK, DIM, PAGE,
                             )  # fmt: skip
             else:
                 for i in range(num_blocks):
@@ -111,7 +126,7 @@ def load_blocks(
                         mbarrier.wait(free[which].index(stage), phase ^ 1)
                         copy_block(
                             caches[which], parts[which], has[which].index(stage), stage,
-                            pages_ptr, first + i * BLOCK, end, column, DIM, PAGE,
+                            pages_ptr, first + i * BLOCK, end, column, BLOCK, DIM, PAGE,
                         )  # fmt: skip
             block += num_blocks
 
@@ -122,6 +137,7 @@ def weights_of(
     LOGITS: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """A block's weights, the new maximum, and what the sums so far are to be multiplied with."""
+    BLOCK: gl.constexpr = logits.shape[1]
     is_masked = start + BLOCK > first_position + 1
     if HAS_WINDOW:
         is_masked |= start <= last_position - window
@@ -144,6 +160,7 @@ def without_strangers(tile, start, begin, end, LOADED: gl.constexpr):
 
     If several warpgroups do, that is harmless.
     """
+    BLOCK: gl.constexpr = tile.shape[0]
     if (start < begin) | (start + BLOCK > end):
         n = start + gl.arange(0, BLOCK, gl.SliceLayout(1, LOADED))
         is_seen = (n >= begin) & (n < end)
@@ -157,7 +174,7 @@ def add_weights(rounded, total, TOTAL: gl.constexpr):
 
     Each warp multiplies its own with ones, in registers, without a warpgroup's product.
     """
-    ones = gl.full([BLOCK, SUMS], 1.0, rounded.dtype, gl.DotOperandLayout(1, TOTAL, 2))
+    ones = gl.full([rounded.shape[1], SUMS], 1.0, rounded.dtype, gl.DotOperandLayout(1, TOTAL, 2))
     left = gl.convert_layout(rounded, gl.DotOperandLayout(0, TOTAL, 2))
     return hopper.mma_v2(left, ones, total)
 
@@ -174,7 +191,8 @@ def add_values(rounded, tile, acc, ACC: gl.constexpr):
 
 @gluon.jit
 def tiles_of(
-    dtype: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr
+    dtype: gl.constexpr, BLOCK: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Shared memory of keys, then of values: in parts, as they are copied, and as tiles."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -209,16 +227,18 @@ def load_queries(
 
 @gluon.jit
 def sums_of_tokens(
-    block, query_tile, tiles, has, free, tokens, position, positions, unit, factor, window,
-    DTYPE: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    IN_SPLITS: gl.constexpr, LOADED: gl.constexpr,
+    block, query_tile, tiles, has, free, past_sums, tokens, position, positions, unit, factor,
+    window, DTYPE: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, IN_SPLITS: gl.constexpr, LOADED: gl.constexpr,
 ):  # fmt: skip
     """What rows see of an item's tokens: maximum, total and sum of the splits before the last if
     IN_SPLITS, else of nothing; then those of the last; and the block behind it. One warpgroup.
 
-    The keys of a block are free by themselves if IN_SPLITS, else together with its values.
+    The keys of a block are free by themselves if IN_SPLITS, else together with its values. Sums of
+    past splits are kept in `past_sums`, shared memory, or in registers if that is None.
     """
     ROWS: gl.constexpr = query_tile.shape[0]
+    BLOCK: gl.constexpr = tiles[0].shape[1]
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     TOTAL: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, SUMS])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -235,6 +255,8 @@ def sums_of_tokens(
     past_best = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     past_total = gl.zeros([ROWS], gl.float32, ROW)
     past_acc = gl.zeros([ROWS, DIM], gl.float32, ACC)
+    if past_sums is not None:
+        past_sums.store(past_acc)
     if IN_SPLITS:
         next_split = start_of(split_of(begin, unit) + 1, unit)
 
@@ -280,10 +302,15 @@ def sums_of_tokens(
         mbarrier.arrive(values_free.index(last_stage), count=1)
         if IN_SPLITS:  # noqa: SIM102 the first is a constant
             if is_new:
-                past_best, past_total, past_acc = add(
-                    past_best, past_total, past_acc, gl.convert_layout(best, ROW),
+                past = past_acc if past_sums is None else past_sums.load(ACC)
+                past_best, past_total, past = add(
+                    past_best, past_total, past, gl.convert_layout(best, ROW),
                     gl.convert_layout(gl.max(total, 1), ROW), acc,
                 )  # fmt: skip
+                if past_sums is None:
+                    past_acc = past
+                else:
+                    past_sums.store(past)
                 next_split = start_of(split_of(start, unit) + 1, unit)
         best = new_best  # where a split is new, `decay` is 0
         acc *= gl.convert_layout(decay, ROW)[:, None]
@@ -298,6 +325,8 @@ def sums_of_tokens(
     acc, left = hopper.warpgroup_mma_wait(0, deps=[acc, left])
     mbarrier.arrive(values_free.index(stage), count=1)
     best, total = gl.convert_layout(best, ROW), gl.convert_layout(gl.max(total, 1), ROW)
+    if past_sums is not None:
+        past_acc = past_sums.load(ACC)
     return past_best, past_total, past_acc, best, total, acc, block + 1
 
 

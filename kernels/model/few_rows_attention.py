@@ -18,7 +18,7 @@ from .._dispatch import num_programs
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import TensorDescriptor, gl, gluon, hopper
 from .attention_blocks import (
-    BLOCK,
+    block_of,
     copy_block,
     item_of,
     load_queries,
@@ -44,7 +44,7 @@ class _Tiling(NamedTuple):
 
 
 # By head size.
-_TILINGS = {64: _Tiling(2, 4, 128), 128: _Tiling(1, 5, 128), 256: _Tiling(1, 3, 168)}
+_TILINGS = {64: _Tiling(2, 4, 128), 128: _Tiling(1, 3, 208), 256: _Tiling(1, 3, 168)}
 
 
 def takes(query: Tensor, k_cache: Tensor) -> bool:
@@ -73,10 +73,11 @@ def few_rows_attention(
     assert items.block_m <= FEW_ROWS
     num_rows, num_heads, dim = query.shape
     page_size, num_kv_heads = k_cache.shape[1:3]
+    block, tiling = block_of(k_cache), _TILINGS[dim]
     caches = [
         TensorDescriptor.from_tensor(
             cache.view(-1, num_kv_heads * dim),
-            [min(page_size, BLOCK.value), 64],
+            [min(page_size, block), 64],
             gl.NVMMASharedLayout(128, 16),
         )
         for cache in (k_cache, v_cache)
@@ -86,7 +87,6 @@ def few_rows_attention(
     states = torch.empty(*shape, 2, dtype=torch.float32, device=device)
     seen = torch.empty(num_rows, 2, dtype=torch.int32, device=device)
     out = torch.empty(num_rows, num_heads, dim, dtype=query.dtype, device=device)
-    tiling = _TILINGS[dim]
     grid = min(num_programs(device, tiling.per_sm), len(items.items) * num_kv_heads)
     _few_rows_attention_kernel[(grid,)](
         out,
@@ -107,6 +107,7 @@ def few_rows_attention(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         DIM=dim,
+        BLOCK=block,
         PAGE=page_size,
         STAGES=tiling.stages,
         HAS_WINDOW=window is not None,
@@ -127,10 +128,10 @@ def _item_of(turn, num_items):
 
 
 @gluon.jit
-def _tokens_of_split(item_ptr, window, HAS_WINDOW: gl.constexpr):
+def _tokens_of_split(item_ptr, window, BLOCK: gl.constexpr, HAS_WINDOW: gl.constexpr):
     """An item's first token, the end of its tokens, and the first and last split of its rows."""
     split, unit = gl.load(item_ptr + 4), gl.load(item_ptr + 5)
-    begin, end, _ = tokens_of(item_ptr, window, HAS_WINDOW)
+    begin, end, _ = tokens_of(item_ptr, window, BLOCK, HAS_WINDOW)
     first_split = split_of(begin, unit)
     last_split = split_of(gl.maximum(end - 1, 0), unit)
     begin = gl.maximum(begin, start_of(split, unit))
@@ -141,8 +142,8 @@ def _tokens_of_split(item_ptr, window, HAS_WINDOW: gl.constexpr):
 @gluon.jit
 def _load_blocks(
     caches, block_table_ptr, block_table_stride, work, parts, has, free,
-    NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, DEPENDENT: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Have the keys and values of all items copied. One warp."""
     items_ptr, num_items, window = work
@@ -154,7 +155,9 @@ def _load_blocks(
             item_ptr = items_ptr + item // NUM_KV_HEADS * WIDTH
             pages_ptr = block_table_ptr + gl.load(item_ptr + 3).to(gl.int64) * block_table_stride
             split, context_len = gl.load(item_ptr + 4), gl.load(item_ptr + 7)
-            begin, end, first_split, last_split = _tokens_of_split(item_ptr, window, HAS_WINDOW)
+            begin, end, first_split, last_split = _tokens_of_split(
+                item_ptr, window, BLOCK, HAS_WINDOW
+            )
             if (split >= first_split) & (split <= last_split):
                 first = begin // BLOCK * BLOCK
                 num_blocks = gl.maximum((end - first + BLOCK - 1) // BLOCK, 1)
@@ -168,7 +171,7 @@ def _load_blocks(
                     for which in gl.static_range(2):
                         copy_block(
                             caches[which], parts[which], has[which].index(stage), stage,
-                            pages_ptr, start, end, column, DIM, PAGE,
+                            pages_ptr, start, end, column, BLOCK, DIM, PAGE,
                         )  # fmt: skip
                 block += num_blocks
 
@@ -180,6 +183,7 @@ def _attend(
     HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """The rows of all items. One warpgroup."""
+    BLOCK: gl.constexpr = tiles[0].shape[1]
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
@@ -197,7 +201,9 @@ def _attend(
             first_head = kv_head * GROUP
             first_row, num_rows = gl.load(item_ptr), gl.load(item_ptr + 1)
             first_position, split = gl.load(item_ptr + 2), gl.load(item_ptr + 4)
-            begin, end, first_split, last_split = _tokens_of_split(item_ptr, window, HAS_WINDOW)
+            begin, end, first_split, last_split = _tokens_of_split(
+                item_ptr, window, BLOCK, HAS_WINDOW
+            )
             last_position = first_position + num_rows - 1
             if (split >= first_split) & (split <= last_split):
                 m = gl.arange(0, _ROWS, gl.SliceLayout(1, LOADED))
@@ -209,7 +215,7 @@ def _attend(
                 position = first_position + m // GROUP
                 tokens = (begin, end, begin // BLOCK * BLOCK)
                 no_best, no_total, no_acc, best, total, acc, block = sums_of_tokens(
-                    block, query_tile, tiles, has, (free, free), tokens, position,
+                    block, query_tile, tiles, has, (free, free), None, tokens, position,
                     (first_position, last_position), 0, scale * LOG2_E, window, dtype, DIM, STAGES,
                     HAS_WINDOW, False, LOADED,
                 )  # fmt: skip
@@ -258,6 +264,7 @@ def _few_rows_attention_kernel(
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
+    BLOCK: gl.constexpr,
     PAGE: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
@@ -270,7 +277,7 @@ def _few_rows_attention_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     num_items = gl.load(num_items_ptr) * NUM_KV_HEADS
     query_tile = gl.allocate_shared_memory(dtype, [_ROWS, DIM], TILE)
-    parts, tiles = tiles_of(dtype, DIM, PAGE, STAGES)
+    parts, tiles = tiles_of(dtype, BLOCK, DIM, PAGE, STAGES)
     has = (barriers_of(STAGES, 1), barriers_of(STAGES, 1))
     free = barriers_of(STAGES, 1)  # of keys and values both
     hopper.fence_async_shared()
@@ -284,7 +291,7 @@ def _few_rows_attention_kernel(
                 NUM_KV_HEADS, GROUP, DIM, STAGES, HAS_WINDOW, HAS_SINKS, DEPENDENT)),
             (_load_blocks, (
                 (k_cache, v_cache), block_table_ptr, block_table_stride, work, parts, has, free,
-                NUM_KV_HEADS, DIM, PAGE, STAGES, HAS_WINDOW, DEPENDENT)),
+                NUM_KV_HEADS, BLOCK, DIM, PAGE, STAGES, HAS_WINDOW, DEPENDENT)),
         ],
         [1],
         [24],

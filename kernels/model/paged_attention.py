@@ -25,6 +25,7 @@ from torch import Tensor
 from .._dispatch import num_programs, shared_bytes
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
+from .attention_blocks import block_of
 from .attention_items import PROMPT_ROWS, WIDTH, AttentionItems, split_of, start_of
 from .few_rows_attention import few_rows_attention, takes
 from .fp8 import as_bytes, from_e4m3
@@ -79,7 +80,10 @@ def paged_attention(
     out = torch.empty(num_rows, num_heads, value_dim, dtype=query.dtype, device=query.device)
     assert scale > 0
     in_fp8 = k_cache.dtype == torch.float8_e4m3fn
-    tiling = _tiling(query, items, k_cache, v_cache, block_table)
+    # Of batch-invariant layers: few enough for the registers to hold both sums of a prefill, or as
+    # kernels for Hopper GPUs take them, where these compute other rows of the layer.
+    block = block_of(k_cache) if on_warpgroups else 64
+    tiling = _tiling(query, items, k_cache, v_cache, block_table, block)
     k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
     part = part_state = counters = None
     if items.num_splits > 1:
@@ -137,7 +141,12 @@ def paged_attention(
 
 
 def _tiling(
-    query: Tensor, items: AttentionItems, k_cache: Tensor, v_cache: Tensor, block_table: Tensor
+    query: Tensor,
+    items: AttentionItems,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    batch_invariant_block: int,
 ) -> dict[str, int]:
     """Tokens a block, warps, and blocks loaded ahead; measured on an H200 with heads of 128."""
     num_rows, num_heads = query.shape[:2]
@@ -146,8 +155,11 @@ def _tiling(
     if bytes_per_token > 512:  # the measured sizes would not fit into a multiprocessor
         return {"BLOCK_N": 32, "num_warps": 8 if items.block_m > 64 else 4, "num_stages": 1}
     if items.batch_invariant:
-        # A single BLOCK_N, small enough for the registers to hold both sums of a prefill.
-        return {"BLOCK_N": 64, "num_warps": 8 if items.block_m > 64 else 4, "num_stages": 3}
+        return {
+            "BLOCK_N": batch_invariant_block,
+            "num_warps": 8 if items.block_m > 64 else 4,
+            "num_stages": 3 if batch_invariant_block == 64 else 2,
+        }
     if items.is_prefill:
         return {"BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
     num_blocks, num_sms = items.num_row_blocks * num_kv_heads, num_programs(k_cache.device, 1)

@@ -18,7 +18,7 @@ from .._dispatch import num_programs
 from ..triton_or_none import TensorDescriptor, gl, gluon, hopper
 from .attention_blocks import (
     AHEAD,
-    BLOCK,
+    block_of,
     item_of,
     load_blocks,
     load_queries,
@@ -102,10 +102,11 @@ def prompt_attention(
     # A copy's rows are of 128 bytes at most, as tensor cores want them in shared memory.
     size = k_cache.element_size()
     span = min(128 // size, dim)
+    block = block_of(k_cache)
     caches = [
         TensorDescriptor.from_tensor(
             as_bytes(cache).view(-1, num_kv_heads * dim),
-            [min(page_size, BLOCK.value), span],
+            [min(page_size, block), span],
             gl.NVMMASharedLayout(span * size, 8 * size),
         )
         for cache in (k_cache, v_cache)
@@ -128,8 +129,9 @@ def prompt_attention(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         DIM=dim,
+        BLOCK=block,
         PAGE=page_size,
-        STAGES=2 if dim == 256 else 3 if in_fp8 else 4,
+        STAGES=2 if block == 128 or dim == 256 else 3 if in_fp8 else 4,
         HAS_WINDOW=window is not None,
         HAS_SINKS=sinks is not None,
         IN_FP8=in_fp8,
@@ -140,11 +142,12 @@ def prompt_attention(
 
 @gluon.jit
 def _attend(
-    WHICH: gl.constexpr, rows, work, queries, tiles, has, free,
+    WHICH: gl.constexpr, rows, work, queries, tiles, has, free, past_sums,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """The first or second 64 rows of all items. One warpgroup."""
+    BLOCK: gl.constexpr = tiles[0].shape[1]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
@@ -160,7 +163,7 @@ def _attend(
             first_head = item % NUM_KV_HEADS * GROUP
             first_row, num_rows = gl.load(item_ptr), gl.load(item_ptr + 1)
             first_position, unit = gl.load(item_ptr + 2), gl.load(item_ptr + 5)
-            tokens = tokens_of(item_ptr, window, HAS_WINDOW)
+            tokens = tokens_of(item_ptr, window, BLOCK, HAS_WINDOW)
             _, end, _ = tokens
             m = WHICH * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LOADED))
             load_queries(
@@ -170,8 +173,9 @@ def _attend(
             m = WHICH * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LOGITS))
             position = first_position + m // GROUP
             past_best, past_total, past_acc, best, total, acc, block = sums_of_tokens(
-                block, query_tile, tiles, has, free, tokens, position, (first_position, end - 1),
-                unit, scale * LOG2_E, window, dtype, DIM, STAGES, HAS_WINDOW, True, LOADED,
+                block, query_tile, tiles, has, free, past_sums, tokens, position,
+                (first_position, end - 1), unit, scale * LOG2_E, window, dtype, DIM, STAGES,
+                HAS_WINDOW, True, LOADED,
             )  # fmt: skip
             best, total, acc = add(past_best, past_total, past_acc, best, total, acc)
             m = WHICH * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, ACC))
@@ -202,6 +206,7 @@ def _prompt_attention_kernel(
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
+    BLOCK: gl.constexpr,
     PAGE: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
@@ -213,7 +218,12 @@ def _prompt_attention_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     num_items = gl.load(num_items_ptr) * NUM_KV_HEADS
     queries = gl.allocate_shared_memory(dtype, [2, _ROWS, DIM], TILE)
-    parts, tiles = tiles_of(dtype, DIM, PAGE, STAGES)
+    parts, tiles = tiles_of(dtype, BLOCK, DIM, PAGE, STAGES)
+    past_sums = (None, None)
+    if BLOCK == 128:  # whose logits take the registers
+        SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        sums = gl.allocate_shared_memory(gl.float32, [2, _ROWS, DIM], SWIZZLED)
+        past_sums = (sums.index(0), sums.index(1))
     has = (barriers_of(STAGES, 1), barriers_of(STAGES, 1))
     free = (barriers_of(STAGES, 2), barriers_of(STAGES, 2))  # of both warpgroups
     copied, codes = has, tiles
@@ -236,15 +246,15 @@ def _prompt_attention_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                0, rows, work, queries, tiles, has, free,
+                0, rows, work, queries, tiles, has, free, past_sums[0],
                 NUM_KV_HEADS, GROUP, DIM, STAGES, HAS_WINDOW, HAS_SINKS)),
             (_attend, (
-                1, rows, work, queries, tiles, has, free,
+                1, rows, work, queries, tiles, has, free, past_sums[1],
                 NUM_KV_HEADS, GROUP, DIM, STAGES, HAS_WINDOW, HAS_SINKS)),
             (load_blocks, (
                 (k_cache, v_cache), block_table_ptr, block_table_stride, work, parts, copied,
                 codes, tiles, has, free, NUM_KV_HEADS, DIM, PAGE, STAGES, HAS_WINDOW, IN_FP8)),
         ],
         [4, 4 if IN_FP8 else 1],
-        [208 if IN_FP8 else 240, 96 if IN_FP8 else 24],
+        [208 if IN_FP8 else 232, 96 if IN_FP8 else 40],
     )  # fmt: skip

@@ -2,6 +2,8 @@
 warp waits for ever. On a CPU it runs in plain torch.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from grids import pairwise
@@ -12,6 +14,7 @@ from verification import DEVICE
 from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model import attention_parts
 from outrider.kernels.model import few_rows_attention as module
+from outrider.kernels.model import paged_attention as paged
 from outrider.kernels.model.few_rows_attention import few_rows_attention
 from outrider.kernels.model.warpgroups import has_warpgroups
 from outrider.kernels.triton_or_none import HAS_GLUON
@@ -168,3 +171,26 @@ def test_parts_of_several_splits_are_added(
             best, total = new_best, total * decay + part_total * part_decay
             acc = acc * decay[:, None] + part * part_decay[:, None]
         torch.testing.assert_close(got[row], acc / total[:, None], rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize(("on_hopper", "block"), [(True, 128), (False, 64)])
+def test_rows_of_very_wide_groups_are_summed_as_prompts_are(
+    on_hopper: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 128 query heads to a KV head, few rows are for Triton, prompts for warpgroups."""
+    found = {}
+
+    class Launches:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *_, **constants: found.update(constants)
+
+    monkeypatch.setattr(paged, "_paged_attention_kernel", Launches())
+    monkeypatch.setattr(paged, "is_for", lambda *_: on_hopper)
+    monkeypatch.setattr(paged, "num_programs", lambda *_: 3)
+    cache = torch.zeros(9, 16, 1, 128, dtype=torch.bfloat16)
+    query = torch.zeros(2, 128, 128, dtype=torch.bfloat16)
+    items = list_few_rows([(2, 30)], 16, UNIT, 1)
+    table = torch.zeros(1, 4, dtype=torch.int32)
+    paged.paged_attention(query, cache, cache, items, table, 1.0)
+    assert found["BLOCK_N"] == block
