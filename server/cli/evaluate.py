@@ -121,10 +121,9 @@ def evaluate_command(
                 if not category or name in category
             }
             wanted = engine_config(pair)
-            # Without a prefix cache, so that every repetition of a prompt computes the same.
-            cache = replace(
-                wanted.cache, prefix_caching=wanted.cache.prefix_caching and check_exact
-            )
+            cache = replace(wanted.cache, kv_events_endpoint=None)  # a server may have it
+            if not check_exact:  # so that every repetition of a prompt computes the same
+                cache = replace(cache, prefix_caching=False, host_gib=0)
             wanted = replace(wanted, cache=cache)
             step_timeout_s = settings.engine.step_timeout_s
             engine = ProcessEngine(wanted, display, step_timeout_s=step_timeout_s)

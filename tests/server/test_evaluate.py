@@ -18,6 +18,7 @@ from tokenizers_for_tests import tokenizer_of
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from outrider.engine.config import CacheConfig, EngineConfig
 from outrider.engine.scoring.verifier import Verifier
 from outrider.server.cli import app
 from outrider.server.cli.evaluate import _encode
@@ -154,6 +155,27 @@ def test_the_command_measures_a_pair_and_writes_json(target: Path, tmp_path: Pat
     assert {r["k"] for r in written["results"]} == {0, 2, None}
     assert {r["category"] for r in written["results"]} >= {"chat", "json", ALL}
     assert written["prompts_left_out"] == 3
+
+
+@pytest.mark.parametrize("checks_exact", [False, True])
+def test_the_cache_of_a_served_config_does_not_keep_it_from_being_measured(
+    checks_exact: bool, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is cached where each repetition must be computed; a server may have the endpoint."""
+    seen: list[CacheConfig] = []
+
+    def started(config: EngineConfig, *_: Any, **options: Any) -> None:
+        seen.append(config.cache)
+        raise ValueError("seen")
+
+    monkeypatch.setattr("outrider.engine.processes.process_engine.ProcessEngine", started)
+    settings = ["cache.host_gib=2", "cache.kv_events_endpoint=tcp://*:5557"]
+    others = [part for setting in settings for part in ("--set", setting)]
+    given = [each for each in arguments_of(target) if checks_exact or each != "--check-exact"]
+    assert "seen" in CliRunner().invoke(app, [*given, *others]).output
+    (cache,) = seen
+    assert (cache.prefix_caching, cache.host_gib) == ((True, 2) if checks_exact else (False, 0))
+    assert cache.kv_events_endpoint is None
 
 
 def arguments_of(target: Path) -> list[str]:
