@@ -80,8 +80,9 @@ class Acceptance:
 
 
 class Calibration:
-    """How often drafts are accepted, if those before them are, by the range of the log odds of the
-    likeliest token when they were drawn. At first that token's probability is taken for it.
+    """How often drafts are accepted, if those before them are, by the range of their log odds: on a
+    GPU, of the likeliest token when they were drawn; on a CPU, as in stops.py. At first a token's
+    probability is taken for it.
     """
 
     _PRIOR, _MOST = 8, 2048  # drafts of a range that count as the prior, and that are remembered
@@ -90,10 +91,9 @@ class Calibration:
         middle_np = LEAST + WIDTH * (np.arange(NUM_RANGES) + 0.5)
         self._prior_np = 1 / (1 + np.exp(-middle_np))
         self._right_np, self._tried_np = np.zeros(NUM_RANGES), np.zeros(NUM_RANGES)
+        self.by_range_np = self._by_range()  # Shape: [NUM_RANGES] float32.
 
-    @property
-    def by_range_np(self) -> np.ndarray:
-        """Shape: [NUM_RANGES] float32."""
+    def _by_range(self) -> np.ndarray:
         right_np = self._right_np + self._PRIOR * self._prior_np
         by_range_np: np.ndarray = (right_np / (self._tried_np + self._PRIOR)).astype(np.float32)
         return by_range_np
@@ -124,6 +124,7 @@ class Calibration:
         kept_np = np.where(self._tried_np > self._MOST, 0.5, 1.0)
         self._tried_np *= kept_np
         self._right_np *= kept_np
+        self.by_range_np = self._by_range()
 
 
 class OwnAcceptance:

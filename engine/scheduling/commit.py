@@ -219,22 +219,22 @@ class Committer:
 
 
 def _calibrate(adaptive: AdaptiveSpeculation, plan: Plan) -> dict[int, list[float]]:
-    """Learn from ranked sequences that are not void; returns, by slot, the chance of each of their
-    drafts, and 0.
+    """Learn from sequences whose drafts were looked at, and that are not void; returns, by slot,
+    the chance of each of their drafts, and 0.
     """
     assert plan.ranges_np is not None
-    are_void = np.array([s.is_void for s in plan.ranked])
+    are_void = np.array([s.is_void for s in plan.looked_at])
     if are_void.all():
         return {}
-    ranked = [s for s in plan.ranked if not s.is_void]
+    looked_at = [s for s in plan.looked_at if not s.is_void]
     chances_np = adaptive.calibrate(
         plan.ranges_np[~are_void, : plan.depth],
-        [s.request.acceptance for s in ranked],
-        [s.num_drafts for s in ranked],
-        [len(s.token_ids) - 1 for s in ranked],
+        [s.request.acceptance for s in looked_at],
+        [s.num_drafts for s in looked_at],
+        [len(s.token_ids) - 1 for s in looked_at],
     )
     rows = np.pad(chances_np, ((0, 0), (0, 1))).tolist()
-    return dict(zip((s.slot for s in ranked), rows, strict=True))
+    return dict(zip((s.slot for s in looked_at), rows, strict=True))
 
 
 def _is_complete(request: Request) -> bool:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from engines import GREEDY, engine_config, prompts
+from stopping import stopping_at
 from tiny_models import VOCAB, Tiny
 
 from outrider.engine import learning
@@ -196,7 +197,7 @@ def test_drafts_that_pay_are_drawn_while_a_prompt_cannot_start(
 def test_a_requests_own_k_is_kept_though_no_further_draft_pays(tiny_model: Tiny) -> None:
     target = tiny_model("llama", seed=0, max_position_embeddings=512)
     engine = Engine(engine_config(target, target, k=3))
-    engine.scheduler.drafting.least_chance = 1.1
+    engine.scheduler.drafting.stopping = stopping_at(1.1, 3)
     counts = []
     for name, k in (("pinned", 3), ("open", None)):
         before = engine.stats().drafted_per_position
