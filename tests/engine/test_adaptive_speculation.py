@@ -225,15 +225,15 @@ def test_where_drafts_say_nothing_there_are_as_many_as_the_best_k_has(
 
 
 def test_more_drafts_pay_where_one_more_does_not_if_rows_become_dearer_in_steps() -> None:
-    """The second row is dear, the third and fourth are free, the fifth is as dear again."""
+    """The second and the fourth row are free, the third and the fifth are dear."""
     price = Price()
-    for num_rows, cost in ((1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0), (5, 3.0)):
+    for num_rows, cost in ((1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 3.0)):
         for _ in range(3):
             num_drafts = num_rows - 1
             drafting_s = 0.2 + 0.1 * num_drafts if num_drafts else 0.0
             price.observe(1, num_rows, num_drafts, cost + drafting_s, drafting_s, is_usual=False)
     after_one, after_two, after_three, _ = least_chances(price, 1, 4, 0.5, 1.0)
-    assert after_one == pytest.approx(0.2)
+    assert after_one == pytest.approx(1.2 / 0.75)
     assert after_two == pytest.approx(0.2)
     assert after_three == pytest.approx(2.2)
 
