@@ -35,7 +35,7 @@ from outrider.kernels.verify.rank import SURE
 from ..acceptance import Acceptance, Calibration, OwnAcceptance
 from ..plan import RowBudget, Stopping
 from .lookups import Worth
-from .price import Price
+from .price import Price, times_decoding
 from .stopping import UNLIKELY, least_chances
 from .trials import Choice, Trials
 
@@ -141,6 +141,8 @@ class AdaptiveSpeculation:
         if best.rate > MIN_GAIN * choices[self._usual_k].rate:
             self._usual_k = best.k
         choice = choices[self._usual_k]
+        if self._stops_early and self._usual_k == 0:  # what is tried ends early, too
+            choices = {k: choices[k] for k in (0, self._max_k)}
         tried = self._trials.next(
             choice,
             choices,
@@ -196,8 +198,8 @@ class AdaptiveSpeculation:
 
     @property
     def stopping(self) -> Stopping | None:
-        """Where drafts end that the proposer looks at one by one; those of a trial do not."""
-        if not self._stops_early or self.is_trial:
+        """Where drafts end that the proposer looks at one by one; a trial of fewer has them all."""
+        if not self._stops_early or 0 < self.k < self._max_k:
             return None
         return Stopping(self._least_np, self.calibration.by_range_np)
 
@@ -290,7 +292,7 @@ class AdaptiveSpeculation:
         self, ranges_np: np.ndarray, owns: Sequence[OwnAcceptance], wanted: list[int],
         accepted: list[int],
     ) -> np.ndarray:  # fmt: skip
-        """Learn how likely the drafts of ranked sequences are, by the ranges of their log odds.
+        """Learn how likely drafts that were looked at are, by the ranges of their log odds.
 
         Returns what was known of that before. Shape: owns [N], ranges_np [N, depth] -> [N, depth].
         """
@@ -390,11 +392,3 @@ class AdaptiveSpeculation:
             counts_np = np.where(counts_np > 0, choice.k, 0)
         counts: list[int] = counts_np.tolist()
         return counts
-
-
-def times_decoding(num_prompt_tokens: int, num_decoding: int) -> bool:
-    """Whether a step's time shows how long decoding takes.
-
-    A few prompt tokens hardly add to it; a chunk of a long prompt does.
-    """
-    return num_prompt_tokens <= 2 * num_decoding

@@ -9,7 +9,8 @@ from ..acceptance import DeadDrafts
 from ..api import STEP_TOKENS, RequestOutput
 from ..plan import Plan, ScheduledRequest
 from ..request import Request
-from .adaptive_speculation import AdaptiveSpeculation, times_decoding
+from .adaptive_speculation import AdaptiveSpeculation
+from .price import times_decoding
 from .sequences import Sequences
 
 

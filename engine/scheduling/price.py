@@ -192,6 +192,14 @@ class Price:
         return cost_of_last + max(0.0, more)
 
 
+def times_decoding(num_prompt_tokens: int, num_decoding: int) -> bool:
+    """Whether a step's time shows how long decoding takes.
+
+    A few prompt tokens hardly add to it; a chunk of a long prompt does.
+    """
+    return num_prompt_tokens <= 2 * num_decoding
+
+
 def _rising(points: Iterable[tuple[float, Iterable[float]]]) -> Points:
     """The medians, in the order of rows. Where one is below that of fewer rows, the times of both
     are pooled: to take the larger one would make rows dear wherever a few steps were slow.
