@@ -4,6 +4,7 @@ import logging
 import random
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from heads import save_tiny_head
 from host_copies import FailingCopies, LateCopies, with_copies, with_late_copies
 from tiny_models import VOCAB, Tiny
 
-from outrider.engine import host_memory, seats
+from outrider.engine import host_memory, seats, start_up
 from outrider.engine.api import NewRequest, RequestOutput, SamplingParams, SourceName
 from outrider.engine.config import ConfigError, EngineConfig
 from outrider.engine.engine import Engine
@@ -221,6 +222,17 @@ def test_more_than_there_is_of_a_gpus_host_is_refused_before_weights_are_read(
     config = replace(tiered(engine_config(target), 1e6), device="cuda")
     with pytest.raises(ConfigError, match=r"host_gib is 1e\+06, but the machine has room for"):
         Engine(config)
+
+
+def test_host_memory_that_cannot_be_had_ends_the_start_with_what_to_lower(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is enough of it, and the driver or the kernel still refuses."""
+    refuse = Mock(side_effect=RuntimeError("error 2 of CUDA"))
+    monkeypatch.setattr(start_up, "host_pages_of", lambda device: refuse)
+    says = r"of host memory cannot be pinned \(error 2 of CUDA\): lower cache\.host_gib"
+    with pytest.raises(ConfigError, match=says):
+        Engine(tiered(engine_config(target)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the cache is not in host memory")
