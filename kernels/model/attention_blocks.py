@@ -47,24 +47,16 @@ def copy_block(
     cache, parts, barrier, stage, pages_ptr, start, end, column,
     BLOCK: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Have a block's tokens before `end` copied into a stage, by the tensor memory accelerator; the
-    barrier notes it. The stage keeps what it held behind them.
-    """
+    """Have a block copied into a stage, by the tensor memory accelerator; the barrier notes it."""
     PART: gl.constexpr = parts.shape[1]
     SPAN: gl.constexpr = parts.shape[2]
-    BYTES: gl.constexpr = PART * DIM * (parts.dtype.primitive_bitwidth // 8)
-    COUNT: gl.constexpr = BLOCK // PART
-    num_parts = gl.maximum((gl.minimum(end - start, BLOCK) + PART - 1) // PART, 1)
-    for i in gl.static_range(COUNT):  # how many bytes are expected must be a constant
-        mbarrier.expect(barrier, (i + 1) * BYTES, pred=num_parts == i + 1)
-    for i in gl.static_range(COUNT):
+    mbarrier.expect(barrier, BLOCK * DIM * (parts.dtype.primitive_bitwidth // 8))
+    for i in gl.static_range(BLOCK // PART):
         n = start + i * PART
         row = gl.load(pages_ptr + n // PAGE, mask=n < end, other=0) * PAGE + n % PAGE
         for j in gl.static_range(DIM // SPAN):
-            part = parts.index((stage * (DIM // SPAN) + j) * COUNT + i)
-            tma.async_copy_global_to_shared(
-                cache, [row, column + j * SPAN], barrier, part, pred=i < num_parts
-            )
+            part = parts.index((stage * (DIM // SPAN) + j) * (BLOCK // PART) + i)
+            tma.async_copy_global_to_shared(cache, [row, column + j * SPAN], barrier, part)
 
 
 @gluon.jit

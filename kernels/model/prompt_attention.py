@@ -256,5 +256,5 @@ def _prompt_attention_kernel(
                 codes, tiles, has, free, NUM_KV_HEADS, DIM, PAGE, STAGES, HAS_WINDOW, IN_FP8)),
         ],
         [4, 4 if IN_FP8 else 1],
-        [208 if IN_FP8 else 232, 96 if IN_FP8 else 40],
+        [208 if IN_FP8 else 240, 96 if IN_FP8 else 24],
     )  # fmt: skip

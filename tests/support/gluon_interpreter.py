@@ -343,7 +343,7 @@ def _interpreted(program: Program, kernel: str) -> dict[str, Any]:
         expect=_expect,
     )
 
-    def copy(cache: Any, at: list[Any], barrier: Barrier, part: Shared, pred: Any = True) -> None:
+    def copy(cache: Any, at: list[Any], barrier: Barrier, part: Shared) -> None:
         assert cache.block_shape == list(part.shape)
         first = [int(each) for each in at]
         source = cache.base[tuple(map(slice, first, map(sum, zip(first, part.shape, strict=True))))]
@@ -353,8 +353,6 @@ def _interpreted(program: Program, kernel: str) -> dict[str, Any]:
         source = F.pad(source.view(_WHOLE[source.itemsize]), ends).view(source.dtype)
         is_whole = not source.is_floating_point()
         part.store(torch.full(part.shape, 255 if is_whole else torch.nan).to(source.dtype))
-        if not pred:
-            return
 
         def arrive() -> None:
             part.store(source)
@@ -461,10 +459,9 @@ def _arrive_of_warps(barrier: Barrier, count: int) -> None:
     _of_warps().wait(lambda: True)  # others may go on before these do
 
 
-def _expect(barrier: Barrier, num_bytes: int, pred: Any = True) -> None:
-    if pred:
-        barrier.num_bytes += int(num_bytes)
-        _arrive(barrier, 1)
+def _expect(barrier: Barrier, num_bytes: int) -> None:
+    barrier.num_bytes += int(num_bytes)
+    _arrive(barrier, 1)
 
 
 def _multiply(
