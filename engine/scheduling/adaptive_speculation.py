@@ -325,9 +325,8 @@ class AdaptiveSpeculation:
             self._compared = self._compare(batch, self._chances(owns))
             if self._stops_early:
                 best_rate = max(choice.rate for choice in self._compared.values())
-                self._least_np = least_chances(
-                    self.price, num_seqs, self._max_k, self.acceptance.by_position[0], best_rate
-                )
+                by_position = self.acceptance.by_position
+                self._least_np = least_chances(self.price, num_seqs, by_position, best_rate)
         return self._compared
 
     def _compare(self, batch: "_Batch", chances_np: np.ndarray) -> dict[int, Choice]:

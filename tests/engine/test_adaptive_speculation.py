@@ -232,10 +232,10 @@ def test_more_drafts_pay_where_one_more_does_not_if_rows_become_dearer_in_steps(
             num_drafts = num_rows - 1
             drafting_s = 0.2 + 0.1 * num_drafts if num_drafts else 0.0
             price.observe(1, num_rows, num_drafts, cost + drafting_s, drafting_s, is_usual=False)
-    after_one, after_two, after_three, _ = least_chances(price, 1, 4, 0.5, 1.0)
-    assert after_one == pytest.approx(1.2 / 0.75)
-    assert after_two == pytest.approx(0.2)
-    assert after_three == pytest.approx(2.2)
+    after_one, after_two, after_three, _ = least_chances(price, 1, [0.9, 0.5, 0.4, 0.25], 1.0)
+    assert after_one == pytest.approx(1.2 / 0.7)
+    assert after_two == pytest.approx(0.1 / 0.4)
+    assert after_three == pytest.approx(1.1 / 0.25)
 
 
 def test_no_draft_is_held_to_a_price_before_its_cost_is_known() -> None:
