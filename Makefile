@@ -111,7 +111,7 @@ gpu-kernels gpu-engine gpu-families gpu-joints: gpu-set-up
 
 # It needs two GPUs, so it is no part of gpu. A process a test: only the first engine of a process
 # reads parts of sums in the memory of the other GPU.
-gpu-ranks: gpu-set-up
+gpu-ranks: gpu-set-up ## tests of a target that two GPUs share
 	tests=$$($(GPU_PYTHON) -m pytest -q -p no:cacheprovider -m 'gpu and not sweep' --collect-only tests/engine/ranks/test_ranks.py $(ARGS) | \
 		grep ::) && printf '%s\n' "$$tests" | \
 		OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} xargs -d '\n' -n 1 $(GPU_PYTHON) -m pytest -q -p no:cacheprovider -m gpu -o timeout=600
