@@ -28,6 +28,8 @@ class CacheInfo(APIResponse):
     num_pages: int
     page_size_tokens: int
     bytes: int
+    host_pages: int  # in host memory, of all ranks; 0: none
+    host_bytes: int
 
 
 class EngineDetails(APIResponse):
@@ -95,6 +97,8 @@ def _engine(service: Service, pair: Settings) -> EngineDetails | None:
             num_pages=info.num_pages,
             page_size_tokens=info.page_size_tokens,
             bytes=info.cache_bytes,
+            host_pages=info.host_pages,
+            host_bytes=info.host_bytes,
         ),
         max_model_len=info.max_model_len,
         max_num_seqs=info.max_num_seqs,

@@ -3,6 +3,7 @@
 import asyncio
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,10 @@ def test_info_shows_what_is_served(serve: Serve) -> None:
     )
     assert reported["engine"]["speculation"]["num_speculative_tokens"] == 4
     assert reported["engine"]["draft"]["dtype"] == "float32"
+    assert served.client.info is not None
+    served.client.info = replace(served.client.info, host_pages=7, host_bytes=700)
+    cache = get(served.app, "/info").json()["engine"]["cache"]
+    assert (cache["host_pages"], cache["host_bytes"]) == (7, 700)
     served.client.info, served.client.state = None, "starting"
     reported = get(served.app, "/info").json()
     assert (reported["state"], reported["engine"]) == ("starting", None)
