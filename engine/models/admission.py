@@ -20,6 +20,8 @@ MLP_LAYER_TYPES = {"mlp", "moe"}
 # Whose state only our own decoder keeps.
 STATEFUL_LAYER_TYPES = {"linear_attention"}
 
+_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # how many there are
+_TAKEN = "num_experts_per_tok"
 # These would call our attention, but need a mask that it does not get, or call it in another way.
 REFUSED_MODEL_TYPES = {
     "llama4": "its chunked attention lives in the mask",
@@ -92,6 +94,11 @@ def check_config(hf_config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(
             "it has layers with a window, but its sliding_window is not set"
         )
+    counts = [getattr(text_config, name, None) for name in _EXPERTS]
+    num_experts = max([count for count in counts if isinstance(count, int)], default=0)
+    taken = getattr(text_config, _TAKEN, None)
+    if num_experts and isinstance(taken, int) and not 0 < taken <= num_experts:
+        raise UnsupportedModelError(f"a row takes {taken} of {num_experts} experts")
     rope_types = _rope_types(text_config)
     if "dynamic" in rope_types:
         raise UnsupportedModelError("its dynamic RoPE depends on the whole batch")

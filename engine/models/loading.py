@@ -78,6 +78,8 @@ def load_network(
     hf_config = load_config(config.path, trust_remote_code=config.trust_remote_code)
     try:
         check_config(hf_config)
+        if (family := FAMILIES.get(hf_config.model_type)) is not None:
+            family.check_fixed(hf_config)
         if max_model_len is not None and max_model_len > (longest := max_positions(hf_config)):
             raise UnsupportedModelError(
                 f"engine.max_model_len is {max_model_len}, but it has positions for {longest} "

@@ -314,10 +314,26 @@ def test_a_bias_that_no_router_or_expert_here_has_is_refused_by_name(
         ("qwen3_moe", {"num_experts_per_tok": 7}, "a row takes 7 of 6 experts"),
         ("glm4_moe", {"n_group": 3}, "8 experts do not form 3 groups"),
         ("glm4_moe", {"topk_group": 1}, "a row takes 3 of 2 experts"),
+        ("gpt_oss", {"num_experts_per_tok": 0}, "a row takes 0 of 2 experts"),
+        (
+            "qwen3_moe",
+            {"scoring_func": "sigmoid"},
+            "its scoring_func is sigmoid; models of type qwen3_moe have softmax",
+        ),
+        (
+            "glm4_moe",
+            {"scoring_func": "softmax"},
+            "its scoring_func is softmax; models of type glm4_moe have sigmoid",
+        ),
+        (
+            "qwen3_5_moe_text",
+            {"topk_method": "noaux_tc"},
+            "its topk_method is noaux_tc; models of type qwen3_5_moe_text have greedy",
+        ),
     ],
 )
-def test_a_router_that_cannot_choose_is_refused(
-    architecture: str, changes: dict[str, int], reason: str, tiny_model: Tiny, tmp_path: Path
+def test_a_router_that_cannot_choose_or_is_another_is_refused(
+    architecture: str, changes: dict[str, Any], reason: str, tiny_model: Tiny, tmp_path: Path
 ) -> None:
     """Whatever transformers' code makes of it."""
     path = Path(shutil.copytree(tiny_model(architecture), tmp_path / "model"))

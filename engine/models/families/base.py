@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.kernels.model.rms_norm import Norm
 
-from ..admission import LAYER_TYPES, layers_differ, ropes_of
+from ..admission import LAYER_TYPES, UnsupportedModelError, layers_differ, ropes_of
 from ..architectures import STATIC_ROPE
 from ..attention import Rope
 from ..blocks import Block
@@ -53,8 +53,9 @@ class Family(ABC):
         "num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
         "vocab_size",
     })  # fmt: skip
-    # The values of those that the configs of its types do not declare: its code has no choice.
-    fixed: ClassVar[Mapping[str, Any]] = {}
+    # Those that the configs of its types do not declare, where other models have a choice: no code
+    # for them reads these.
+    fixed: ClassVar[Mapping[str, Any]] = {"scoring_func": "softmax", "topk_method": "greedy"}
     # Fields that count what ranks share.
     per_rank: ClassVar[frozenset[str]] = frozenset({
         "intermediate_size", "linear_num_key_heads", "linear_num_value_heads",
@@ -118,6 +119,15 @@ class Family(ABC):
         return {name: count for name, count in sorted(counts) if count}
 
     @classmethod
+    def check_fixed(cls, config: PreTrainedConfig) -> None:
+        """Refuse what is stated and not computed; raises UnsupportedModelError."""
+        for name, value in cls.fixed.items():
+            if (stated := getattr(config, name, value)) not in (value, None):
+                raise UnsupportedModelError(
+                    f"its {name} is {stated}; models of type {config.model_type} have {value}"
+                )
+
+    @classmethod
     def why_unknown(cls, config: PreTrainedConfig) -> str | None:
         """What the config says that this family does not implement; None if there is nothing."""
         if layers_differ(config):
@@ -129,9 +139,6 @@ class Family(ABC):
         for name in _STATE_DTYPES:
             if (dtype := getattr(config, name, None)) not in (None, "float32"):
                 return f"its state is kept in {dtype}; here it is float32"
-        for name, value in cls.fixed.items():
-            if (stated := getattr(config, name, value)) not in (value, None):
-                return f"its {name} is {stated}; models of type {config.model_type} have {value}"
         given = {name for name, value in declared.items() if value not in (None, False)}
         if unknown := sorted(given - cls.fields - cls.neutral - _NEUTRAL):
             return f"its config has {', '.join(unknown)}"

@@ -16,7 +16,7 @@ from outrider.kernels.model.rms_norm import Norm
 from ..blocks import Block
 from ..expert_weights import SharedExpert
 from ..parts.base import Part
-from .llama import Llama
+from .llama import SIGMOIDS, Llama
 
 
 class Glm4Moe(Llama):
@@ -28,6 +28,7 @@ class Glm4Moe(Llama):
         "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_mtp_layers",
         "num_nextn_predict_layers", "routed_scaling_factor", "topk_group", "use_qk_norm",
     }  # fmt: skip
+    fixed = SIGMOIDS
     rope_fields = frozenset({"partial_rotary_factor"})
     rotary = Glm4MoeRotaryEmbedding
 

@@ -20,6 +20,9 @@ from ..parts.experts import ExpertMLP
 from ..parts.gated_mlp import GatedMLP
 from .base import Family, window_of
 
+# Of those with `Llama.sigmoid_router`.
+SIGMOIDS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
 
 class Llama(Family):
     """All layers attend to all tokens, unless a subclass implements fields of windows."""

@@ -22,7 +22,7 @@ from ..expert_weights import SharedExpert
 from ..parts.base import Part
 from ..parts.mamba2 import Mamba2
 from ..parts.plain_mlp import PlainMLP
-from .llama import Llama
+from .llama import SIGMOIDS, Llama
 
 _NO_TIME = 1e-30  # transformers takes its logarithm
 
@@ -39,6 +39,7 @@ class NemotronH(Llama):
         "routed_scaling_factor", "ssm_state_size", "time_step_limit", "topk_group",
         "use_bias", "use_conv_bias",
     }  # fmt: skip
+    fixed = SIGMOIDS
     # How transformers computes, initialises and trains it, and what it derives from tensors.
     neutral = frozenset({
         "chunk_size", "expand", "hidden_dropout", "mamba_proj_bias", "moe_shared_expert_overlap",

@@ -98,7 +98,7 @@ class Qwen3_5Moe(Mixture):
     model_types = ("qwen3_5_moe_text",)
     by_key_head = False
     fixed: ClassVar[dict[str, Any]] = {
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True
+        **Mixture.fixed, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True
     }  # fmt: skip
 
 
