@@ -29,7 +29,7 @@ from outrider.kernels.model.experts import (
     add_experts,
     expert_activations,
 )
-from outrider.kernels.model.mxfp4_trial import try_mxfp4_few_rows
+from outrider.kernels.model.experts_trial import try_few_rows_experts, try_mxfp4_few_rows
 from outrider.kernels.model.narrow_matrix import (
     NarrowMatrix,
     RowFormat,
@@ -92,6 +92,8 @@ class StackedExperts(ExpertWeights):
             try_scaled_product(matrix, dtype)
         elif isinstance(matrix, NarrowMatrix) and is_mxfp4(matrix):
             try_mxfp4_few_rows(matrix.codes.device, dtype)
+        elif isinstance(matrix, Tensor):
+            try_few_rows_experts(matrix.device, dtype)
         self._matrix, self._num_experts, self._dtype = matrix, num_experts, dtype
         self.shape = (matrix.shape[0], matrix.shape[1])
         self.num_bytes = self._with(None).num_bytes * top_k // num_experts

@@ -4,7 +4,7 @@ A program multiplies a tile of rows that share an expert by some of its outputs.
 matrix come through shared memory, and so do codes that multiply codes (`scaled_experts.py`). Others
 go from memory straight into the registers of the threads that multiply by them, as in
 `narrow_product.py` or `mxfp4_experts.py`. On a Hopper GPU, MXFP4 has a kernel of its own for tiles
-of few pairs (`mxfp4_few_rows.py`).
+of few pairs (`mxfp4_few_rows.py`), and so have plain matrices (`few_rows_experts.py`).
 
 A tile of 128 pairs that is at most half full, as an expert's last often is, is multiplied as one of
 64.
@@ -18,7 +18,7 @@ from torch import Tensor
 from .._dispatch import is_hopper, num_stages_of
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import tl, triton
-from . import mxfp4_few_rows
+from . import few_rows_experts, mxfp4_few_rows
 from .expert_matrix import MXFP4_GROUP, Activation, ExpertMatrix, Glu, is_mxfp4
 from .mxfp4_experts import mxfp4_sums
 from .narrow_matrix import STEP, NarrowMatrix, has_4_bits
@@ -149,6 +149,9 @@ def experts_product(
     out = torch.empty(shape, dtype=x.dtype, device=rows.device)
     if some is None and mxfp4_few_rows.is_for(rows, layer, routing, activation):
         mxfp4_few_rows.few_rows_of_experts(out, rows, routing, layer, glu)
+        return out
+    if some is None and few_rows_experts.is_for(rows, layer, routing, activation):
+        few_rows_experts.few_rows_of_experts(out, rows, routing, layer, glu)
         return out
     if not isinstance(matrix, NarrowMatrix):
         numbers = _of_plain(layer, rows, size)

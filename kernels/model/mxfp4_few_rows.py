@@ -20,7 +20,7 @@ from .narrow_matrix import NarrowMatrix
 from .narrow_numbers import in_order_by_warp
 from .routing import Routing
 from .silu_mul import limited_glu
-from .warpgroups import barriers_of, has_warpgroups, registers_of
+from .warpgroups import barriers_of, halves_by_eights, has_warpgroups, registers_of
 
 mbarrier, tma, cp = hopper.mbarrier, hopper.tma, hopper.async_copy
 
@@ -51,7 +51,7 @@ def _tiling(rows: int, num_tiles: int, num_out: int, device: torch.device) -> _T
     return _Tiling(1, 3 if rows == 8 and num_all <= num_programs(device, 3) else 4)
 
 
-# Devices on which it does not work; `mxfp4_trial` finds them.
+# Devices on which it does not work; `experts_trial` finds them.
 failed: set[torch.device] = set()
 
 
@@ -309,10 +309,10 @@ def _multiply(
         pair = gl.load(pairs_ptr + tile * SIZE + m, cache_modifier=".cg")
         is_pair = pair < num_rows * TOP_K
         if GATED:
-            gate, up = _halves(total, ROWS)
+            gate, up = halves_by_eights(total)
             total = limited_glu(gate, up, alpha, limit, shift)
-            at = _halves(pair.to(gl.int64)[None, :] * num_out + n[:, None], ROWS)[0]
-            is_stored = _halves(is_pair[None, :] & is_out[:, None], ROWS)[0]
+            at = halves_by_eights(pair.to(gl.int64)[None, :] * num_out + n[:, None])[0]
+            is_stored = halves_by_eights(is_pair[None, :] & is_out[:, None])[0]
         else:
             weight = gl.load(weights_ptr + pair, mask=is_pair, other=0.0)
             total = total * weight[None, :]
@@ -320,12 +320,6 @@ def _multiply(
             at = out_row.to(gl.int64)[None, :] * num_out + n[:, None]
             is_stored = is_pair[None, :] & is_out[:, None]
         gl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=is_stored)
-
-
-@gluon.jit
-def _halves(x, ROWS: gl.constexpr):
-    """Of the outputs of each warp."""
-    return gl.split(gl.permute(gl.reshape(x, [_OUTS // 16, 2, 8, ROWS]), (0, 2, 3, 1)))
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_stages"])

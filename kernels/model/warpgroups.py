@@ -100,3 +100,12 @@ def barriers_of(NUM: gl.constexpr, COUNT: gl.constexpr):
     for i in gl.static_range(NUM):
         mbarrier.init(barriers.index(i), count=COUNT)
     return barriers
+
+
+@gluon.jit
+def halves_by_eights(x):
+    """The first eight of each sixteen rows of a warp, and the others, which the same threads have.
+
+    Shape: [64, N] -> [4, 8, N] each
+    """
+    return gl.split(gl.permute(gl.reshape(x, [4, 2, 8, x.shape[1]]), (0, 2, 3, 1)))

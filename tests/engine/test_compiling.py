@@ -124,6 +124,16 @@ def test_few_rows_of_mxfp4_experts_are_tried_where_a_matrix_is_loaded(
     assert tried == [(codes.device, torch.bfloat16)]
 
 
+def test_few_rows_of_plain_experts_are_tried_where_a_matrix_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[tuple[object, ...]] = []
+    monkeypatch.setattr(expert_weights, "try_few_rows_experts", lambda *args: tried.append(args))
+    matrix = torch.zeros(8, 64).bfloat16()
+    StackedExperts(matrix, 2, 1, torch.bfloat16)
+    assert tried == [(matrix.device, torch.bfloat16)]
+
+
 @pytest.mark.parametrize("rows_per_seq", [1, 4, 5, 9])
 @pytest.mark.parametrize("max_num_seqs", [1, 16, 64, 256])
 def test_short_passes_attend_in_every_way_that_captured_ones_do(

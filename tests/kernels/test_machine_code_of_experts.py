@@ -64,6 +64,24 @@ def test_few_rows_of_experts_are_converted_once_and_spill_nothing(
         assert num_spilled <= (4 if size == 64 else 0)  # once, not in a loop
 
 
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon")
+@pytest.mark.parametrize("num_rows", [8, deep(50)])
+def test_few_rows_of_plain_experts_spill_nothing(num_rows: int) -> None:
+    with machine_code.launches(machine_code.H100) as kernels:
+        first, down = (ExpertMatrix(empty(8 * 128, num_in), None, 8) for num_in in (2048, 768))
+        tiles = ExpertTiles(empty(9, dtype=torch.int32), empty(9, 16, dtype=torch.int32))
+        ids, weights = empty(num_rows, 4, dtype=torch.int32), empty(num_rows, 4).float()
+        routing = Routing(ids, weights, tiles)
+        experts_product(empty(num_rows, 2048), routing, first, SILU)
+        experts_product(empty(num_rows * 4, 768), routing, down, None)
+    assert len(kernels) == 2
+    for kernel in kernels:
+        assert kernel.name == "_few_rows_of_plain_experts_kernel"
+        code = machine_code.disassembled(kernel)
+        assert len(re.findall(r"\bHGMMA\b", code)) == 8
+        assert not re.findall(r"\b(STL|LDL)\b", code)
+
+
 @pytest.mark.parametrize(
     ("size", "kind", "group"), [(16, "int4", 128), deep(64, "fp8", 128), (128, "fp8", 960)]
 )

@@ -10,16 +10,15 @@ from typing import Any
 import block_scaled
 import pytest
 import torch
-import torch.nn.functional as functional
 from block_scaled import interpreted, on_gpu
+from few_rows_of_experts import EXPERTS, GLU, TOP_K, activations_of, make_routing, parts_of
 from random_tensors import normals
 from torch import Tensor
 from verification import DEVICE
 
+from outrider.kernels.model import experts_trial as trial
 from outrider.kernels.model import mxfp4_few_rows as module
-from outrider.kernels.model import mxfp4_trial as trial
-from outrider.kernels.model.expert_matrix import RELU_SQUARED, ExpertMatrix, Glu, expert_of
-from outrider.kernels.model.expert_tiles import ExpertTiles
+from outrider.kernels.model.expert_matrix import RELU_SQUARED, ExpertMatrix, Glu
 from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.mxfp4_few_rows import few_rows_of_experts
 from outrider.kernels.model.narrow_matrix import narrow_matrix
@@ -31,8 +30,6 @@ if HAS_GLUON:
 
 pytestmark = block_scaled.MARKS
 
-EXPERTS, TOP_K = 5, 2
-GLU = Glu(1.7, 2.0, 1.0)
 NAME = "_few_rows_of_experts_kernel"
 
 
@@ -44,38 +41,6 @@ def make_layer(num_out: int, num_in: int, *, bias: bool = True) -> ExpertMatrix:
     scale = exponent.to(DEVICE).t().contiguous().view(torch.float8_e8m0fnu)
     matrix = narrow_matrix("fp4", codes.to(DEVICE), scale.float(), group=32)._replace(scale=scale)
     return ExpertMatrix(matrix, normals(rows)(rows).bfloat16() if bias else None, EXPERTS)
-
-
-def make_routing(num_rows: int, size: int, num_empty: int = 2) -> Routing:
-    """The last expert has no row, and more rows take the first expert than the others."""
-    randn = normals(7)
-    logits, weights = randn(200, EXPERTS - 1), randn(200, TOP_K).abs()
-    logits[:, 0] += 1
-    ids = logits.topk(TOP_K).indices.int()[:num_rows].contiguous()
-    return Routing(ids, weights[:num_rows].contiguous(), make_tiles(ids, size, num_empty))
-
-
-def make_tiles(ids: Tensor, size: int, num_empty: int) -> ExpertTiles:
-    """And so many that have no expert."""
-    experts, pairs = [], []
-    for expert in range(EXPERTS):
-        for part in (ids.flatten() == expert).nonzero()[:, 0].split(size):
-            if len(part):
-                experts.append(expert)
-                pairs.append(functional.pad(part, (0, size - len(part)), value=ids.numel()))
-    experts += [EXPERTS] * num_empty
-    pairs += [torch.full((size,), ids.numel(), device=ids.device)] * num_empty
-    return ExpertTiles(torch.tensor(experts, device=ids.device).int(), torch.stack(pairs).int())
-
-
-def exact(x: Tensor, routing: Routing, layer: ExpertMatrix) -> Tensor:
-    """Of each pair. Shape: [T * k, K] -> [T * k, N] float64"""
-    y = x.new_empty(len(x), layer.num_out, dtype=torch.float64)
-    for expert in range(EXPERTS):
-        which = (routing.ids == expert).flatten()
-        matrix, bias = expert_of(layer, expert, torch.float64)
-        y[which] = x[which].double() @ matrix.t() + (0 if bias is None else bias.double())
-    return y
 
 
 def activations(x: Tensor, routing: Routing, layer: ExpertMatrix) -> Tensor:
@@ -125,13 +90,10 @@ def test_they_are_the_products_of_the_numbers_that_codes_stand_for(
     routing = make_routing(num_rows, size)
     first, down = (make_layer(num, num_in, bias=bias) for num in (2 * num_out, num_out))
     x = normals(1)(num_rows, num_in).bfloat16()
-    gate, up = exact(x.repeat_interleave(TOP_K, 0), routing, first).chunk(2, 1)
-    gate, up = gate.clamp(max=GLU.limit), up.clamp(-GLU.limit, GLU.limit)
-    expected = (up + GLU.shift) * gate * torch.sigmoid(GLU.alpha * gate)
+    expected = activations_of(x, routing, first)
     assert (activations(x, routing, first) - expected).norm() < 5e-3 * expected.norm()
     x = normals(2)(num_rows * TOP_K, num_in).bfloat16()
-    expected = exact(x, routing, down) * routing.weights.flatten()[:, None]
-    expected = expected.view(num_rows, TOP_K, num_out).transpose(0, 1)
+    expected = parts_of(x, routing, down)
     assert (parts(x, routing, down) - expected).norm() < 5e-3 * expected.norm()
 
 
@@ -165,9 +127,8 @@ def test_nan_stays_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
     """Tries the kernel as on a Hopper GPU; whether it is for a layer then."""
-    failed: set[torch.device] = set()
+    monkeypatch.setattr(module, "failed", set())
     for place in (module, trial):
-        monkeypatch.setattr(place, "failed", failed)
         monkeypatch.setattr(place, "has_warpgroups", lambda _: True)
 
     def multiply(
@@ -199,7 +160,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
 def few_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the trial take fewer than it does, in plain torch."""
     with_tiling(monkeypatch, 2, 2)
-    monkeypatch.setattr(trial, "_ROWS", ((7, True), (13, False)))
+    monkeypatch.setattr(trial, "_MXFP4_ROWS", ((7, True), (13, False)))
     monkeypatch.setattr(trial, "_NUM_IN", 576)
 
 

@@ -30,6 +30,7 @@ from outrider.kernels.model import (
     e2m1,
     few_rows_attention,
     few_rows_codes,
+    few_rows_experts,
     many_rows_product,
     many_rows_tiles,
     mxfp4_few_rows,
@@ -85,6 +86,7 @@ _MODULES = {
         ),
         ("_cell_by_cell_kernel", state_warpgroups),
         ("_many_rows_kernel", many_rows_product, many_rows_tiles, rms_norm, silu_mul, tiles),
+        ("_few_rows_of_plain_experts_kernel", few_rows_experts, silu_mul, dependent_launch),
         (
             "_few_rows_of_experts_kernel",
             mxfp4_few_rows,
@@ -170,7 +172,7 @@ class Shared:
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> "Shared":
         """Parts of some rows and columns as whole tiles, whose columns lie behind each other."""
-        if dtype != self.memory.dtype or len(shape) == 2:
+        if dtype != self.memory.dtype or len(shape) == 2 or shape[-1] == self.shape[-1]:
             size = math.prod(shape) * dtype.itemsize
             memory = self.memory.view(-1).view(torch.uint8)[:size].view(dtype)
             return Shared(memory.view(shape), tuple(shape))
@@ -346,7 +348,8 @@ def _interpreted(program: Program, kernel: str) -> dict[str, Any]:
     def copy(cache: Any, at: list[Any], barrier: Barrier, part: Shared) -> None:
         assert cache.block_shape == list(part.shape)
         first = [int(each) for each in at]
-        source = cache.base[tuple(map(slice, first, map(sum, zip(first, part.shape, strict=True))))]
+        source = torch.as_strided(cache.base, tuple(cache.shape), tuple(cache.strides))
+        source = source[tuple(map(slice, first, map(sum, zip(first, part.shape, strict=True))))]
         # Behind the end there are zeros.
         missing = [a - b for a, b in zip(part.shape, source.shape, strict=True)]
         ends = [end for num in reversed(missing) for end in (0, num)]
