@@ -221,7 +221,8 @@ class EngineInfo:
     num_speculative_tokens: int  # drawn from a model in one step, at most
     max_drafts: int  # of a sequence in one step, looked-up ones among them
     sources: tuple[SourceName, ...]  # of drafts
-    share_of_text: float = 1.0  # tokens that the draft model's tokenizer has, of the target's
+    # Tokens that the draft model's tokenizer has, of the target's; None: it is the same.
+    share_of_text: float | None = None
     # draft_model, or the kind of the head; without either the last source; None: nothing drafts
     proposer: str | None
     load_s: float

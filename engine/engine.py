@@ -105,7 +105,7 @@ class Engine:
             num_speculative_tokens=self._config.speculation.k,
             max_drafts=max_drafts,
             sources=sources,
-            share_of_text=vocabulary.share_of_text if vocabulary else 1.0,
+            share_of_text=vocabulary.share_of_text if vocabulary else None,
             proposer=_proposer_name(sources, pair.head),
             load_s=self._load_s,
             warm_up_s=self._warm_up_s,

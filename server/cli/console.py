@@ -43,7 +43,7 @@ def _summary(
         is_named = info.proposer in ("draft_model", settings.draft.model)
         kind = "" if is_named else f"{info.proposer}, "
         draft = f"{settings.draft.model} ({kind}{info.draft_dtype}), k = {k}"
-        if info.share_of_text < 1:
+        if info.share_of_text is not None:
             draft += f", another tokenizer with {info.share_of_text:.0%} of text in common"
     sources = [("sources of drafts", ", ".join(info.sources))] if info.sources else []
     loaded = f"{info.load_s:.1f} s"

@@ -89,7 +89,7 @@ def _engine(service: Service, pair: Settings) -> EngineDetails | None:
             sources=list(info.sources),
             proposer=info.proposer,
             num_speculative_tokens=info.num_speculative_tokens,
-            share_of_text=info.share_of_text,
+            share_of_text=1.0 if info.share_of_text is None else info.share_of_text,
             adaptive=pair.speculation.adaptive,
             verification=pair.speculation.verification,
         ),

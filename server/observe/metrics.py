@@ -170,7 +170,7 @@ class _EngineCollector(Collector):
             ),
             "outrider_draft_share_of_text": (
                 "Of the target's tokens in ordinary text, those that the draft has, too: 0 to 1.",
-                info.share_of_text if info is not None else 1,
+                1.0 if info is None or info.share_of_text is None else info.share_of_text,
             ),
             "outrider_requests_running": ("Sequences in the batch.", stats.num_running),
             "outrider_requests_waiting": ("Sequences in the queue.", stats.num_waiting),

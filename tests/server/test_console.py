@@ -135,11 +135,12 @@ def test_summary_says_how_much_another_tokenizer_has_in_common(
     assert plain is not None
     caplog.set_level(logging.INFO, "outrider.server")
     plain = replace(plain, proposer="draft_model", draft_dtype="float32")
-    for info in (plain, replace(plain, share_of_text=0.973)):
+    for share, shown in ((None, ""), (0.973, "97%"), (1.0, "100%")):
+        info = replace(plain, share_of_text=share)
         caplog.clear()
         show_summary(settings, info, HERMES, "http://127.0.0.1:8000", Console(file=io.StringIO()))
-        says = "other (float32), k = 4, another tokenizer with 97% of text in common"
-        assert (says in caplog.text) == (info is not plain)
+        says = f", another tokenizer with {shown} of text in common" if shown else ""
+        assert f"draft: other (float32), k = 4{says}" in caplog.messages
 
 
 @pytest.mark.parametrize(
