@@ -297,8 +297,7 @@ class AdaptiveSpeculation:
         Returns what was known of that before. Shape: owns [N], ranges_np [N, depth] -> [N, depth].
         """
         chances_np = self.calibration.chances(ranges_np)
-        ratios_np = np.array([own.ratio for own in owns])
-        self.calibration.observe(ranges_np, np.array(wanted), np.array(accepted), ratios_np)
+        self.calibration.observe(ranges_np, wanted, accepted, [own.ratio for own in owns])
         if not self._ranks:
             return chances_np
         likely_np, are_made_np = self.calibration.chances(ranges_np), ranges_np >= 0

@@ -3,8 +3,6 @@
 from bisect import bisect_left
 from typing import Any
 
-import numpy as np
-
 from ..acceptance import DeadDrafts
 from ..api import STEP_TOKENS, RequestOutput
 from ..plan import Plan, ScheduledRequest
@@ -224,18 +222,17 @@ def _calibrate(adaptive: AdaptiveSpeculation, plan: Plan) -> dict[int, list[floa
     the chance of each of their drafts, and 0.
     """
     assert plan.ranges_np is not None
-    are_void = np.array([s.is_void for s in plan.looked_at])
-    if are_void.all():
+    places = [i for i, s in enumerate(plan.looked_at) if not s.is_void]
+    if not places:
         return {}
-    looked_at = [s for s in plan.looked_at if not s.is_void]
+    looked_at = [plan.looked_at[i] for i in places]
     chances_np = adaptive.calibrate(
-        plan.ranges_np[~are_void, : plan.depth],
+        plan.ranges_np[places, : plan.depth],
         [s.request.acceptance for s in looked_at],
         [s.num_drafts for s in looked_at],
         [len(s.token_ids) - 1 for s in looked_at],
     )
-    rows = np.pad(chances_np, ((0, 0), (0, 1))).tolist()
-    return dict(zip((s.slot for s in looked_at), rows, strict=True))
+    return {s.slot: [*row, 0.0] for s, row in zip(looked_at, chances_np.tolist(), strict=True)}
 
 
 def _is_complete(request: Request) -> bool:
