@@ -4,7 +4,7 @@ import logging
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import numpy as np
 
@@ -79,29 +79,21 @@ class Acceptance:
         return sum(accumulate(self.by_position[:k], operator.mul), 0.0)
 
 
-# Of the sequences of a step: the ranges of their drafts' odds [N, K], how many of these were
-# verified and accepted, and how much more often than others' they are.
-Seen = tuple[np.ndarray, Sequence[int], Sequence[int], Sequence[float]]
-
-
 class Calibration:
-    """How often drafts are accepted, if those before them are, by the range of their log odds: on a
-    GPU, of the likeliest token when they were drawn; on a CPU, as in stops.py. At first a token's
-    probability is taken for it.
+    """How often drafts are accepted, if those before them are, by the range of the log odds of the
+    likeliest token when they were drawn. At first that token's probability is taken for it.
     """
 
     _PRIOR, _MOST = 8, 2048  # drafts of a range that count as the prior, and that are remembered
-    # Lines of drafts that it learns from at once: a step of one sequence has no time for arrays.
-    _AT_ONCE = 16
 
     def __init__(self) -> None:
-        self._waiting: list[Seen] = []
         middle_np = LEAST + WIDTH * (np.arange(NUM_RANGES) + 0.5)
         self._prior_np = 1 / (1 + np.exp(-middle_np))
         self._right_np, self._tried_np = np.zeros(NUM_RANGES), np.zeros(NUM_RANGES)
-        self.by_range_np = self._by_range()  # Shape: [NUM_RANGES] float32.
 
-    def _by_range(self) -> np.ndarray:
+    @property
+    def by_range_np(self) -> np.ndarray:
+        """Shape: [NUM_RANGES] float32."""
         right_np = self._right_np + self._PRIOR * self._prior_np
         by_range_np: np.ndarray = (right_np / (self._tried_np + self._PRIOR)).astype(np.float32)
         return by_range_np
@@ -113,26 +105,14 @@ class Calibration:
     def observe(
         self,
         ranges_np: np.ndarray,
-        verified: Sequence[int],
-        accepted: Sequence[int],
-        ratios: Sequence[float],
+        verified_np: np.ndarray,
+        accepted_np: np.ndarray,
+        ratios_np: np.ndarray,
     ) -> None:
-        """Learn from a step that verified so many drafts of each sequence, and accepted so many;
-        if it had few sequences, together with the next ones.
+        """Learn from a step that verified so many drafts of each sequence, and accepted so many.
 
-        `ratios` are as in Acceptance. Shape: ranges_np [N, K].
+        `ratios_np` are as in Acceptance. Shape: [N, K], [N], [N], [N].
         """
-        self._waiting.append((ranges_np, verified, accepted, ratios))
-        if sum([len(line) for _, line, *_ in self._waiting]) >= self._AT_ONCE:
-            self._learn()
-
-    def _learn(self) -> None:
-        each, *counts = zip(*self._waiting, strict=True)
-        self._waiting.clear()
-        width = max(ranges_np.shape[1] for ranges_np in each)
-        wide = [np.pad(r, ((0, 0), (0, width - r.shape[1])), constant_values=-1) for r in each]
-        ranges_np = np.concatenate(wide)
-        verified_np, accepted_np, ratios_np = (np.array([*chain(*of_all)]) for of_all in counts)
         column_np = np.arange(ranges_np.shape[1])
         tried_np = (column_np < verified_np[:, None]) & (column_np <= accepted_np[:, None])
         tried_np &= ranges_np >= 0
@@ -144,7 +124,6 @@ class Calibration:
         kept_np = np.where(self._tried_np > self._MOST, 0.5, 1.0)
         self._tried_np *= kept_np
         self._right_np *= kept_np
-        self.by_range_np = self._by_range()
 
 
 class OwnAcceptance:

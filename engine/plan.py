@@ -34,16 +34,6 @@ class RowBudget(NamedTuple):
     by_range_np: np.ndarray  # [NUM_RANGES] how often drafts are accepted, by their log odds
 
 
-class Stopping(NamedTuple):
-    """Where the drafts of a sequence end, if they are looked at one by one. All of it is of steps
-    that have ended.
-    """
-
-    # [K] no draft follows j + 1 of them if these are less likely than that to be accepted, all.
-    least_np: np.ndarray
-    by_range_np: np.ndarray  # [NUM_RANGES] how often drafts are accepted, by their log odds
-
-
 class Chosen(NamedTuple):
     """How many drafts are verified of each ranked sequence, which are the last N of the plan."""
 
@@ -79,7 +69,8 @@ class ScheduledRequest:
     # End of the tokens whose KV the draft has after the step, if all drafts are accepted; relative
     # to the end of the known tokens. None: it computes nothing.
     draft_end: int | None = None
-    stopping: Stopping | None = None  # None: drafts are made while there is room
+    # No draft follows drafts that are less likely than this to be accepted, all of them.
+    least_chance: float = 0.0
     is_drafted_for: bool = False  # drafted for in this step or, if its prompt goes on, later
     # Logprobs of the prompt tokens scored in this step: while copied to the host, and then there.
     prompt_scores: list[np.ndarray] | None = None
@@ -170,9 +161,7 @@ class Plan:
     is_trial: bool = False  # it has more or fewer drafts than usual, to see whether that is better
     budget: RowBudget | None = None  # for ranked sequences, if there are any
     chosen: Chosen | None = None  # within that budget; once the step is launched
-    # Of which sequences the host knows the ranges of the drafts' log odds, and these: [N, K].
-    looked_at: list[ScheduledRequest] = field(default_factory=list)
-    ranges_np: np.ndarray | None = None
+    ranges_np: np.ndarray | None = None  # those of `chosen`, once the host has read them
     depth: int = 0  # how many drafts a model made of one sequence, at most
     newcomers: list[Request] = field(default_factory=list)  # those that have just got their slots
     # (from, to): slots whose states are copied before the step, one after the other.
@@ -205,8 +194,8 @@ class Plan:
 
     def read_chosen(self, counts_np: np.ndarray, ranges_np: np.ndarray) -> None:
         """Enter what the device has chosen. Shape: [N], [N, K]."""
-        self.looked_at, self.ranges_np = self.ranked, ranges_np
-        for scheduled, count in zip(self.looked_at, counts_np.tolist(), strict=True):
+        self.ranges_np = ranges_np
+        for scheduled, count in zip(self.ranked, counts_np.tolist(), strict=True):
             scheduled.num_drafts = count
 
     @cached_property

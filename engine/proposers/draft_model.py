@@ -7,7 +7,6 @@ import numpy as np
 from torch import Tensor
 
 from outrider.kernels.verify import cpu
-from outrider.kernels.verify.stops import Stops
 
 from ..api import ReportProgress
 from ..logit_edits import LogitEdits
@@ -85,13 +84,13 @@ class DraftModel(Source):
             (counts_np > 0).astype(np.int64),
         )
         drafting = [each.scheduled for each in reading if each.num_drafts > 0]
-        counts_np, stops = counts_np[counts_np > 0], self.draws.stops(plan, drafting)
+        counts_np = counts_np[counts_np > 0]
         if not drafting:
             self._draft.forward(batch)
         elif self._is_compiled and not self._edits.asked_by(slots_of(drafting)).any():
-            counts_np = self._draft_in_one_call(drafting, counts_np, stops, batch)
+            counts_np = self._draft_in_one_call(drafting, counts_np, batch)
         else:
-            counts_np = self._draft_pass_by_pass(drafting, counts_np, stops, batch)
+            counts_np = self._draft_pass_by_pass(drafting, counts_np, batch)
         for each in reading:
             each.scheduled.draft_end = each.start + each.num_rows
         for scheduled, k in zip(drafting, counts_np.tolist(), strict=True):
@@ -123,11 +122,7 @@ class DraftModel(Source):
         return reading
 
     def _draft_pass_by_pass(
-        self,
-        drafting: list[ScheduledRequest],
-        counts_np: np.ndarray,
-        stops: Stops | None,
-        batch: HostBatch,
+        self, drafting: list[ScheduledRequest], counts_np: np.ndarray, batch: HostBatch
     ) -> np.ndarray:
         """Compute the batch, which ends with a row of logits for each sequence, and draft.
 
@@ -141,14 +136,10 @@ class DraftModel(Source):
                 rows = HostBatch.build(slots_np, (j - 1) * ones_np, ones_np, ones_np)
             return self._draft.forward(rows).logits, None
 
-        return self.draws.in_turn(drafting, counts_np, stops, logits_of)
+        return self.draws.in_turn(drafting, counts_np, logits_of)
 
     def _draft_in_one_call(
-        self,
-        drafting: list[ScheduledRequest],
-        counts_np: np.ndarray,
-        stops: Stops | None,
-        batch: HostBatch,
+        self, drafting: list[ScheduledRequest], counts_np: np.ndarray, batch: HostBatch
     ) -> np.ndarray:
         """The same without the time that Python takes around each small pass. Compiled code alone
         does it, which knows no logit edits.
@@ -159,7 +150,7 @@ class DraftModel(Source):
             self._slots.state,
             slots_of(drafting),
             counts_np,
-            stops,
+            np.array([scheduled.least_chance for scheduled in drafting]),
             self._slots.vocab_size,
             self.draws.kept(draws),
         )

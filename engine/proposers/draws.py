@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.verify import cpu
-from outrider.kernels.verify.rank import NUM_RANGES, SURE
 from outrider.kernels.verify.sampling import STATE_WIDTH
-from outrider.kernels.verify.stops import Stops
 from outrider.kernels.verify.verify import draw_draft
 
 from ..logit_edits import LogitEdits, RequestRows
 from ..models.network import PagedLayers
-from ..plan import DRAFTING_KINDS, Plan, ScheduledRequest, sampling_kind, slots_of
+from ..plan import DRAFTING_KINDS, ScheduledRequest, sampling_kind, slots_of
 from ..state.host_copy import uploaded
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP, aligned
@@ -35,9 +33,9 @@ class Draws:
     """Draws one line of drafts for each sequence, with the request's own sampling parameters.
 
     With `stops_early`, as on a CPU, a sequence gets no more drafts once those so far are too
-    unlikely to be accepted, if the plan says so (stops.py). The host must read each draft, which
-    costs nothing on a CPU, but a wait on a GPU. There `log_odds` are kept, by which drafts are
-    chosen that are verified.
+    unlikely to be accepted, if the plan says so. This depends only on the drafts so far, so every
+    rule stays exact. The host must read each draft, which costs nothing on a CPU, but a wait on a
+    GPU. There `log_odds` are kept, by which drafts are chosen that are verified.
     """
 
     def __init__(self, slots: Slots, edits: LogitEdits, source: PagedLayers) -> None:
@@ -117,40 +115,30 @@ class Draws:
         for kind in DRAFTING_KINDS:
             yield partial(self.draw, integers, (2, *kind), logits)
 
-    def stops(self, plan: Plan, scheduled: list[ScheduledRequest]) -> Stops | None:
-        """Where the drafts of these sequences end, if the plan has any of them end early. The plan
-        gets what they show of the drafts.
-        """
-        given = [s.stopping for s in scheduled]
-        if not self.stops_early or not any(given):
-            return None
-        shape = len(scheduled), self._slots.max_drawn
-        stops = Stops(np.full(shape, -np.inf), np.ones((len(scheduled), NUM_RANGES)))
-        for i, stopping in enumerate(given):
-            if stopping is not None:
-                ratio = scheduled[i].request.acceptance.ratio
-                stops.least_np[i] = stopping.least_np
-                stops.chances_np[i] = np.minimum(stopping.by_range_np * ratio, SURE)
-        plan.looked_at, plan.ranges_np = scheduled, stops.ranges_np
-        return stops
-
     def in_turn(
-        self,
-        scheduled: list[ScheduledRequest],
-        wanted_np: np.ndarray,
-        stops: Stops | None,
-        logits_of: LogitsOf,
+        self, scheduled: list[ScheduledRequest], wanted_np: np.ndarray, logits_of: LogitsOf
     ) -> np.ndarray:
         """Draw up to k_i drafts for each sequence, one after another; returns their number.
 
-        If a request has an edit that needs the host, the edits of all are made by themselves.
+        If a request has an edit that needs the host, the edits of all are made by themselves. How
+        likely a draft is to be accepted follows from the head's confidence or else from the draft's
+        own probabilities.
         Shape: wanted_np [N] -> [N].
         """
         slots_np, kind = slots_of(scheduled), sampling_kind(scheduled)
-        num_drawn_np = np.zeros_like(wanted_np)
+        least_np = np.array([s.least_chance for s in scheduled])
+        looks = self.stops_early and least_np.any()
+        num_drawn_np, chance_np = np.zeros_like(wanted_np), np.ones(len(scheduled))
         seqs_np = kept_np = np.arange(len(scheduled))  # those still drafted for
         for j in range(int(wanted_np.max())):
             logits, confidence = logits_of(j, slots_np[seqs_np], kept_np)
+            kept_np = np.arange(len(seqs_np))
+            if looks and confidence is not None:
+                chance_np[seqs_np] *= confidence.cpu().numpy()
+                kept_np = (chance_np[seqs_np] >= least_np[seqs_np]).nonzero()[0]
+                if len(kept_np) == 0:
+                    break
+                seqs_np, logits = seqs_np[kept_np], logits[uploaded(kept_np, logits.device)]
             edited_np = self._edits.asked_by(slots_np[seqs_np])
             if needs_host := self._edits.needing_host(slots_np[seqs_np]).any():
                 logits = self._edited(logits, slots_np[seqs_np], j)
@@ -158,16 +146,13 @@ class Draws:
             token_ids = self._draw_each(slots_np[seqs_np], j, drafting_kind, logits)
             num_drawn_np[seqs_np] += 1
             goes_on_np = wanted_np[seqs_np] > j + 1
-            if stops is not None:
-                if confidence is None:
-                    likely_np = cpu.probabilities(logits[:, : self._slots.vocab_size], token_ids)
-                else:
-                    likely_np = confidence.float().cpu().numpy()
-                goes_on_np &= stops.look(seqs_np, j, likely_np)
-            kept_np = goes_on_np.nonzero()[0]
-            if len(kept_np) == 0:
+            if looks and confidence is None and goes_on_np.any():
+                known = logits[:, : self._slots.vocab_size]
+                chance_np[seqs_np] *= cpu.probabilities(known, token_ids)
+                goes_on_np &= chance_np[seqs_np] >= least_np[seqs_np]
+            if not goes_on_np.any():
                 break
-            seqs_np = seqs_np[kept_np]
+            seqs_np, kept_np = seqs_np[goes_on_np], kept_np[goes_on_np]
         return num_drawn_np
 
     def _draw_each(self, slots_np: np.ndarray, j: int, kind: Shape, logits: Tensor) -> Tensor:

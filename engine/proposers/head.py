@@ -11,12 +11,9 @@ computed them. If an error leaves a gap in a sequence, that sequence decodes pla
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 from torch import Tensor
-
-from outrider.kernels.verify.stops import Stops
 
 from ..api import ReportProgress
 from ..logit_edits import LogitEdits
@@ -125,13 +122,11 @@ class HeadSource(Source):
         for scheduled, needs_host in zip(plan.scheduled, need_host_np.tolist(), strict=True):
             goes_on = scheduled.start == -1 and scheduled.memory.head_reads_along
             if goes_on and wanted.get(scheduled.slot, 0) > 0:
-                is_looked_at = self.draws.stops_early and scheduled.stopping is not None
-                alone = needs_host or is_looked_at
+                alone = needs_host or (self.draws.stops_early and scheduled.least_chance > 0)
                 (one_by_one if alone else together).append(scheduled)
         together.sort(key=lambda scheduled: -wanted[scheduled.slot])  # longest first
         counts: Counts = {}
-        in_turn = partial(self._in_turn, self.draws.stops(plan, one_by_one))
-        for drafting, draft in ((together, self._together), (one_by_one, in_turn)):
+        for drafting, draft in ((together, self._together), (one_by_one, self._in_turn)):
             if drafting:
                 slots_np = slots_of(drafting)
                 wanted_np = np.array([wanted[slot] for slot in slots_np.tolist()])
@@ -146,11 +141,9 @@ class HeadSource(Source):
         self._drafts(self._drafter.pack(slots_np, num_drafts_np, *shape[:2]), shape)
         return num_drafts_np
 
-    def _in_turn(
-        self, stops: Stops | None, scheduled: list[ScheduledRequest], num_drafts_np: np.ndarray
-    ) -> np.ndarray:
+    def _in_turn(self, scheduled: list[ScheduledRequest], num_drafts_np: np.ndarray) -> np.ndarray:
         line = self._drafter.line(slots_of(scheduled), num_drafts_np)
-        return self.draws.in_turn(scheduled, num_drafts_np, stops, line)
+        return self.draws.in_turn(scheduled, num_drafts_np, line)
 
     def follow(self, plan: Plan, scored: Pass) -> None:
         """Compute the head's rows for all rows that the target computed in this step."""

@@ -18,10 +18,9 @@ sequence.
 All of this follows from steps that have ended, so nothing depends on the drafts that it is for, and
 every rule of verification stays exact.
 
-If the proposer looks at its drafts one by one, as on a CPU, each sequence drafts for as long as
-this pays: while the chance that its drafts are accepted, as the likes of them were, is worth the
-time of further ones (`stopping.py`). Where the drafts' own odds say nothing, these are as many as
-the best k has. Then only one choice is left here for a sequence: to draft, or not to.
+If the proposer can see how likely its drafts are to be accepted, each sequence drafts for as long
+as this pays: while the chance of the next draft is worth more than its time. Then only one choice
+is left here for a sequence: to draft, or not to.
 """
 
 from collections.abc import Sequence
@@ -33,12 +32,12 @@ import numpy as np
 from outrider.kernels.verify.rank import SURE
 
 from ..acceptance import Acceptance, Calibration, OwnAcceptance
-from ..plan import RowBudget, Stopping
+from ..plan import RowBudget
 from .lookups import Worth
-from .price import Price, times_decoding
-from .stopping import UNLIKELY, least_chances
+from .price import Price
 from .trials import Choice, Trials
 
+UNLIKELY = 0.1  # no draft pays below such a chance
 MIN_GAIN = 1.02  # another k must promise this much more, so that noise changes nothing
 LEAST_CUT = 1.03  # likewise, to leave some out: more than any k with all of its drafts
 MOST_LEFT_OUT = 8  # of the looked-up drafts of a sequence, to have fewer rows
@@ -78,7 +77,7 @@ class AdaptiveSpeculation:
         falls_behind: bool = True,
         price: Price | None = None,
     ) -> None:
-        """`stops_early`: the proposer ends a sequence's drafts by `stopping`. `ranks`: which
+        """`stops_early`: the proposer stops a sequence's drafts at `least_chance`. `ranks`: which
         drafts are verified can be chosen once they are made. `falls_behind`: before it drafts, the
         proposer must read what steps without drafts had; a head has read it with the target.
         """
@@ -96,7 +95,7 @@ class AdaptiveSpeculation:
         self.k = 0  # in the step that was chosen for: of a sequence that joins it
         self._usual_k = 0
         self._num_drafts_before = 0  # of a sequence, at most, in the step that was observed last
-        self._least_np = np.full(max_k, UNLIKELY)
+        self._best_rate = 0.0  # tokens of all sequences for a cost of 1
         self._batch: _Batch | None = None  # for which choices were compared last
         self._compared: dict[int, Choice] = {}  # the best of each k
         self._age = 0  # steps since then
@@ -137,12 +136,10 @@ class AdaptiveSpeculation:
             return [0] * len(owns)
         batch = _Batch(num_seqs, num_seqs + sum(named), tuple(named), len(owns))
         choices = self._choices(batch, owns)
-        best = max(choices.values(), key=attrgetter("rate", "k"))  # the most of what stops early
+        best = max(choices.values(), key=attrgetter("rate"))
         if best.rate > MIN_GAIN * choices[self._usual_k].rate:
             self._usual_k = best.k
-        choice = choices[self._usual_k]
-        if self._stops_early and self._usual_k == 0:  # what is tried ends early, too
-            choices = {k: choices[k] for k in (0, self._max_k)}
+        choice, self._best_rate = choices[self._usual_k], best.rate
         tried = self._trials.next(
             choice,
             choices,
@@ -196,12 +193,16 @@ class AdaptiveSpeculation:
         of_all = self.price.of(batch.num_seqs, num_rows, depth)
         return of_all > LEAST_CUT * self.price.of(batch.num_seqs, batch.num_rows, depth)
 
-    @property
-    def stopping(self) -> Stopping | None:
-        """Where drafts end that the proposer looks at one by one; a trial of fewer has them all."""
-        if not self._stops_early or 0 < self.k < self._max_k:
-            return None
-        return Stopping(self._least_np, self.calibration.by_range_np)
+    def least_chance(self, num_seqs: int) -> float:
+        """The lowest chance that all drafts so far are accepted at which one more pays; above 1:
+        never.
+        """
+        if not (self._stops_early and self.price.knows_drafting):
+            return UNLIKELY
+        num_seqs = max(1, num_seqs)
+        cost = self.price.of_a_row(num_seqs, num_seqs) + self.price.of_a_draft(num_seqs) / num_seqs
+        # The next draft is accepted about as often as a first one.
+        return cost * self._best_rate / self.acceptance.by_position[0]
 
     def worth(self, num_seqs: int) -> Worth:
         """What looked-up drafts are compared with: a step with the model's drafts alone."""
@@ -292,14 +293,13 @@ class AdaptiveSpeculation:
         self, ranges_np: np.ndarray, owns: Sequence[OwnAcceptance], wanted: list[int],
         accepted: list[int],
     ) -> np.ndarray:  # fmt: skip
-        """Learn how likely drafts that were looked at are, by the ranges of their log odds.
+        """Learn how likely the drafts of ranked sequences are, by the ranges of their log odds.
 
         Returns what was known of that before. Shape: owns [N], ranges_np [N, depth] -> [N, depth].
         """
         chances_np = self.calibration.chances(ranges_np)
-        self.calibration.observe(ranges_np, wanted, accepted, [own.ratio for own in owns])
-        if not self._ranks:
-            return chances_np
+        ratios_np = np.array([own.ratio for own in owns])
+        self.calibration.observe(ranges_np, np.array(wanted), np.array(accepted), ratios_np)
         likely_np, are_made_np = self.calibration.chances(ranges_np), ranges_np >= 0
         means_np = likely_np.sum(0) / np.maximum(are_made_np.sum(0), 1)
         self._spread_np = np.divide(
@@ -318,14 +318,10 @@ class AdaptiveSpeculation:
 
     def _choices(self, batch: "_Batch", owns: Sequence[OwnAcceptance]) -> dict[int, Choice]:
         """By k, the best that a step could do; one of the latest steps, if its batch was alike."""
-        self._age, num_seqs = self._age + (WITH_DRAFTS if self.k else 1), batch.num_seqs
+        self._age += WITH_DRAFTS if self.k else 1
         if self._age >= NUM_STEPS_ALIKE or not batch.is_like(self._batch):
             self._batch, self._age = batch, 0
             self._compared = self._compare(batch, self._chances(owns))
-            if self._stops_early:
-                best_rate = max(choice.rate for choice in self._compared.values())
-                by_position = self.acceptance.by_position
-                self._least_np = least_chances(self.price, num_seqs, by_position, best_rate)
         return self._compared
 
     def _compare(self, batch: "_Batch", chances_np: np.ndarray) -> dict[int, Choice]:
@@ -337,7 +333,7 @@ class AdaptiveSpeculation:
             part = max(parts, key=attrgetter("rate"), default=whole)
             choices[k] = part if part.rate > least else whole
         if self._stops_early:  # then the most drafts are taken to be as good as the best k
-            best = max((choices[k] for k in range(1, self._max_k + 1)), key=attrgetter("rate"))
+            best = max((choices.pop(k) for k in range(1, self._max_k + 1)), key=attrgetter("rate"))
             choices[self._max_k] = best._replace(k=self._max_k)
         return choices
 
@@ -390,3 +386,11 @@ class AdaptiveSpeculation:
             counts_np = np.where(counts_np > 0, choice.k, 0)
         counts: list[int] = counts_np.tolist()
         return counts
+
+
+def times_decoding(num_prompt_tokens: int, num_decoding: int) -> bool:
+    """Whether a step's time shows how long decoding takes.
+
+    A few prompt tokens hardly add to it; a chunk of a long prompt does.
+    """
+    return num_prompt_tokens <= 2 * num_decoding

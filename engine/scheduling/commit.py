@@ -3,12 +3,13 @@
 from bisect import bisect_left
 from typing import Any
 
+import numpy as np
+
 from ..acceptance import DeadDrafts
 from ..api import STEP_TOKENS, RequestOutput
 from ..plan import Plan, ScheduledRequest
 from ..request import Request
-from .adaptive_speculation import AdaptiveSpeculation
-from .price import times_decoding
+from .adaptive_speculation import AdaptiveSpeculation, times_decoding
 from .sequences import Sequences
 
 
@@ -218,21 +219,22 @@ class Committer:
 
 
 def _calibrate(adaptive: AdaptiveSpeculation, plan: Plan) -> dict[int, list[float]]:
-    """Learn from sequences whose drafts were looked at, and that are not void; returns, by slot,
-    the chance of each of their drafts, and 0.
+    """Learn from ranked sequences that are not void; returns, by slot, the chance of each of their
+    drafts, and 0.
     """
     assert plan.ranges_np is not None
-    places = [i for i, s in enumerate(plan.looked_at) if not s.is_void]
-    if not places:
+    are_void = np.array([s.is_void for s in plan.ranked])
+    if are_void.all():
         return {}
-    looked_at = [plan.looked_at[i] for i in places]
+    ranked = [s for s in plan.ranked if not s.is_void]
     chances_np = adaptive.calibrate(
-        plan.ranges_np[places, : plan.depth],
-        [s.request.acceptance for s in looked_at],
-        [s.num_drafts for s in looked_at],
-        [len(s.token_ids) - 1 for s in looked_at],
+        plan.ranges_np[~are_void, : plan.depth],
+        [s.request.acceptance for s in ranked],
+        [s.num_drafts for s in ranked],
+        [len(s.token_ids) - 1 for s in ranked],
     )
-    return {s.slot: [*row, 0.0] for s, row in zip(looked_at, chances_np.tolist(), strict=True)}
+    rows = np.pad(chances_np, ((0, 0), (0, 1))).tolist()
+    return dict(zip((s.slot for s in ranked), rows, strict=True))
 
 
 def _is_complete(request: Request) -> bool:

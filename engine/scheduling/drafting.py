@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from outrider.kernels.verify.sampling import MAX_DRAFTS
 
 from ..acceptance import OwnAcceptance
-from ..plan import Plan, ScheduledRequest, Stopping
+from ..plan import Plan, ScheduledRequest
 from ..proposers.proposer import Proposer
 from ..request import Request
 from .lookups import Worth
@@ -32,9 +32,7 @@ class Drafting:
 
     def __init__(self, sequences: Sequences, proposer: Proposer) -> None:
         self._sequences, self._proposer = sequences, proposer
-        # Of requests that leave k open.
-        self.k = sequences.max_drawn
-        self.stopping: Stopping | None = None
+        self.k, self.least_chance = sequences.max_drawn, 0.0  # for requests that leave k open
         self._chosen: dict[Request, int] = {}  # k, where it is chosen for a sequence alone
         # Of the step that is planned: those that decode; of those that a model could draft for, who
         # leaves k open, how often their drafts are accepted, and the k of the others.
@@ -105,7 +103,7 @@ class Drafting:
         )
         self.k = adaptive.k
         self._chosen = dict(zip(self._open, chosen, strict=True)) if self.k > 0 else {}
-        self.stopping = adaptive.stopping
+        self.least_chance = adaptive.least_chance(len(decoding))
 
     def worth(self) -> Worth:
         """Of looked-up drafts in this step; most steps have none, and need not know."""
@@ -156,7 +154,7 @@ class Drafting:
         )
         self.set_drafts(scheduled, k, max(0, room))
         if request.params.num_speculative_tokens is None:
-            scheduled.stopping = self.stopping
+            scheduled.least_chance = self.least_chance
 
     def rank(self, plan: Plan) -> None:
         """Have the device choose which drafts of this step are verified, if that may pay.

@@ -1,9 +1,9 @@
 """What a step costs, by its sequences, its rows and its drafts: learnt from steps that were timed.
 
-    cost = rows(sequences, rows) + drafting(sequences, drafts)
+    cost = rows(sequences, rows) + drafts * drafting(sequences)
 
 `rows` is what the target takes, and all that a step takes besides; `drafting` is what the draft
-takes for so many drafts of every sequence. Both are relative to a common pace: a busy machine or a
+takes for one more draft of every sequence. Both are relative to a common pace: a busy machine or a
 longer context slows steps of every kind down. So steps as they usually are measure the pace, and
 others are compared with it. So are usual ones of another size than set the pace: what was measured
 while a machine was busy is mended so.
@@ -42,9 +42,8 @@ class Price:
         self._times: dict[tuple[int, float], deque[float]] = {}
         self._known: dict[int, Points] = {}  # sequences -> (rows of each, cost)
         self._whatever_seqs: Points | None = None  # (rows, cost); None: to be made anew
-        # The same of drafting: sequences -> drafts of each -> costs of the latest.
-        self._draft_times: dict[int, dict[float, deque[float]]] = {}
-        self._drafting: dict[int, Points] = {}  # (drafts of each, cost); none: to be made anew
+        self._draft_times: dict[int, deque[float]] = {}  # by sequences: costs of the latest drafts
+        self._drafting: dict[int, float] = {}  # their medians
         # Of the latest usual steps: what they are counted as, and seconds for a cost of 1.
         self._paces: deque[tuple[StepSize, float]] = deque(maxlen=NUM_TIMES)
         # What a step with looked-up drafts costs besides their rows, however few they are.
@@ -69,7 +68,7 @@ class Price:
 
     def of(self, num_seqs: int, num_rows: int, num_drafts: float = 0.0) -> float:
         """The cost of a step; `num_drafts` are drawn for each of its sequences."""
-        cost = self.of_drafts(num_seqs, num_drafts) if num_drafts else 0.0
+        cost = num_drafts * self.of_a_draft(num_seqs) if num_drafts else 0.0
         num_seqs, num_rows = self.padding(num_seqs, num_rows)
         below, above, rows_each = *_buckets(num_seqs), num_rows / num_seqs
         of_above = self._cost_of_rows(above, rows_each)
@@ -84,25 +83,23 @@ class Price:
         more = self._cost_of_rows(seqs, rows_each + FEW) - self._cost_of_rows(seqs, rows_each)
         return more / (FEW * num_seqs)
 
-    def of_drafts(self, num_seqs: int, num_drafts: float) -> float:
-        """What it costs to draw so many drafts for each of so many sequences, without their rows.
-        The first costs more than others: with it the draft reads what was accepted.
+    def of_a_draft(self, num_seqs: int) -> float:
+        """What it costs to draw one more draft for each of so many sequences, without their rows.
 
         If it is unknown, it grows as a step does whose sequences have one row each.
         """
         seqs, _ = self._place(num_seqs, num_seqs)
-        if seqs in self._draft_times:
-            return _at(self._points_of_drafts(seqs), num_drafts)
+        if seqs in self._drafting:
+            return self._drafting[seqs]
         of_one_row = self._cost_of_rows(seqs, 1)
-        if not self._draft_times:
-            return num_drafts * DRAFT_COST * of_one_row
-        nearest = min(self._draft_times, key=lambda other: max(other, seqs) / min(other, seqs))
-        of_nearest = _at(self._points_of_drafts(nearest), num_drafts)
-        return of_nearest * of_one_row / self._cost_of_rows(nearest, 1)
+        if not self._drafting:
+            return DRAFT_COST * of_one_row
+        nearest = min(self._drafting, key=lambda other: max(other, seqs) / min(other, seqs))
+        return self._drafting[nearest] * of_one_row / self._cost_of_rows(nearest, 1)
 
     @property
     def knows_drafting(self) -> bool:
-        return bool(self._draft_times)
+        return bool(self._drafting)
 
     def observe(
         self,
@@ -122,7 +119,7 @@ class Price:
         """
         if num_drafts and self._paces:
             seqs, _ = self._place(num_seqs, num_seqs)
-            self._observe_drafting(seqs, num_drafts, drafting_s / self.pace_s)
+            self._observe_drafting(seqs, drafting_s / num_drafts / self.pace_s)
         if elapsed_s is None:
             return
         rows_s = max(0.0, elapsed_s - drafting_s)
@@ -141,16 +138,10 @@ class Price:
         if not sets_pace or sum([other != place for other, _ in self._paces]) > NUM_TIMES // 2:
             self._observe_rows(num_seqs, num_rows, rows_s / pace_s)
 
-    def _observe_drafting(self, seqs: int, num_drafts: float, cost: float) -> None:
-        of_seqs, place = self._draft_times.setdefault(seqs, {}), _rounded(max(0.5, num_drafts))
-        of_seqs.setdefault(place, deque(maxlen=NUM_TIMES)).append(cost)
-        self._drafting.pop(seqs, None)
-
-    def _points_of_drafts(self, seqs: int) -> Points:
-        """Many, which few steps ask for: not made in each."""
-        if seqs not in self._drafting:
-            self._drafting[seqs] = _rising([(0.0, [0.0]), *self._draft_times[seqs].items()])
-        return self._drafting[seqs]
+    def _observe_drafting(self, seqs: int, cost: float) -> None:
+        times = self._draft_times.setdefault(seqs, deque(maxlen=NUM_TIMES))
+        times.append(cost)
+        self._drafting[seqs] = median(times)
 
     def _observe_rows(self, num_seqs: int, num_rows: int, cost: float) -> None:
         seqs, rows_each = self._place(num_seqs, num_rows)
@@ -177,7 +168,8 @@ class Price:
     def _place(self, num_seqs: int, num_rows: int) -> StepSize:
         """What steps of this size are counted as: sequences, and rows of each."""
         num_seqs, num_rows = self.padding(num_seqs, num_rows)
-        return _bucket(num_seqs), _rounded(num_rows / num_seqs)
+        rows_each = num_rows / num_seqs
+        return _bucket(num_seqs), round(2 * rows_each) / 2 if rows_each < 8 else round(rows_each)
 
     def _cost_of_rows(self, seqs: int, rows_each: float) -> float:
         known = self._known.get(seqs)
@@ -190,14 +182,6 @@ class Price:
             return cost_of_first
         more = _at(self._by_rows, seqs * rows_each) - _at(self._by_rows, seqs * last)
         return cost_of_last + max(0.0, more)
-
-
-def times_decoding(num_prompt_tokens: int, num_decoding: int) -> bool:
-    """Whether a step's time shows how long decoding takes.
-
-    A few prompt tokens hardly add to it; a chunk of a long prompt does.
-    """
-    return num_prompt_tokens <= 2 * num_decoding
 
 
 def _rising(points: Iterable[tuple[float, Iterable[float]]]) -> Points:
@@ -229,11 +213,6 @@ def _at(points: Points, rows: float) -> float:
         return cost_above * max(1.0, 1.0 + ROW_COST * (rows / above - 1))
     share = max(0.0, (rows - below) / (above - below))
     return cost_below + share * (cost_above - cost_below)
-
-
-def _rounded(each: float) -> float:
-    """Rows or drafts of each sequence, which differ in number."""
-    return round(2 * each) / 2 if each < 8 else round(each)
 
 
 def _bucket(num_seqs: int) -> int:

@@ -337,14 +337,11 @@ PUBLIC void outrider_draw(const Step* step) {
 
 // All drafts of a step, by a model's passes and draws in turn. The first pass is given, with a row of
 // logits for each of the step's sequences; the others read their newest draft. A sequence gets up to
-// counts[i] drafts; counts[i] becomes their number. With `ranges`, no more follow j + 1 of them once
-// the chance of all so far is below least[i][j]; chances[i] are those of a draft by the range of its
-// log odds, as in stops.py, which go to ranges[i][j].
-// Shape: counts [count], least, ranges [count][columns], chances [count][num_ranges].
+// counts[i] drafts, and no more once the chance of all so far is below least[i]; counts[i] becomes
+// their number. Shape: counts, least [count].
 PUBLIC void outrider_draft(
     const Decoder* model, const Batch* given_batch, const Slots* given_rows, int32_t threads,
-    const Step* given_step, int64_t* counts, const double* least, const double* chances,
-    int32_t* ranges, int32_t columns, int32_t num_ranges, float least_odds, float width
+    const Step* given_step, int64_t* counts, const double* least
 ) {
     Batch batch = *given_batch;
     Slots rows = *given_rows;
@@ -355,7 +352,7 @@ PUBLIC void outrider_draft(
     std::vector<int64_t> starts(left), ones(left, 1);
     std::vector<double> chance(left, 1.0);
     std::vector<float> highest(left);
-    std::vector<int> sequence(left);  // each one's index in what is given
+    std::vector<int> sequence(left);  // each one's index in counts and least
     std::iota(sequence.begin(), sequence.end(), 0);
     step.entries = rows.slots = slots.data();
     step.offset = offsets.data();
@@ -370,14 +367,10 @@ PUBLIC void outrider_draft(
         for (int i = 0; i < step.count; i++) {
             const int s = sequence[i];
             bool goes_on = counts[s] > j + 1;
-            if (ranges != nullptr) {
+            if (goes_on && least[s] > 0) {
                 const RawRow row = {row_of(step, i).data, step.is_bf16, step.vocab_size};
-                const float p = row.probability(drawn[i], highest[i]);
-                const float place = (std::log(p) - std::log1p(-p) - least_odds) / width;
-                const int range = std::isnan(place) ? -1 : (int)std::clamp(place, 0.0f, num_ranges - 1.0f);
-                chance[s] *= range < 0 ? 0.0 : chances[s * num_ranges + range];
-                ranges[s * columns + j] = range;
-                goes_on &= chance[s] >= least[s * columns + j];
+                chance[s] *= row.probability(drawn[i], highest[i]);
+                goes_on = chance[s] >= least[s];
             }
             if (!goes_on) {
                 counts[s] = j + 1;

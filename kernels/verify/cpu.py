@@ -6,7 +6,7 @@ in a million draws.
 """
 
 import ctypes
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,9 +24,7 @@ from ..cpu.layers import (
     pointer,
 )
 from .philox import Purpose
-from .rank import LEAST, NUM_RANGES, WIDTH
 from .step import SlotContents, Step
-from .stops import Stops
 
 
 class _Step(Structure):  # mirrors rows.h, which has the shapes
@@ -99,7 +97,8 @@ class LinesOfDrafts:
     slots: SlotContents
     slots_np: np.ndarray  # [N] int64
     counts_np: np.ndarray  # [N] int64, k_i; then how many were drawn
-    stops: Stops | None  # None: each gets k_i
+    # [N] float64: no draft follows if all drafts so far are less likely to be accepted than this
+    least_chance_np: np.ndarray
     vocab_size: int
     kept: tuple[Tensor, Tensor] | None  # as in a Step
 
@@ -114,10 +113,6 @@ class LinesOfDrafts:
         given = _in_slots(
             self.slots, self.slots_np, logits, self.vocab_size, self.kept, Purpose.DRAFT
         )
-        looks = [c_void_p(), c_void_p(), c_void_p(), 0]
-        if (stops := self.stops) is not None:
-            arrays = stops.least_np, stops.chances_np, stops.ranges_np
-            looks = [*(c_void_p(each.ctypes.data) for each in arrays), stops.least_np.shape[1]]
         library().outrider_draft(
             ctypes.byref(model),
             ctypes.byref(batch),
@@ -125,10 +120,7 @@ class LinesOfDrafts:
             num_threads(),
             ctypes.byref(given),
             c_void_p(_pointer_np(self.counts_np)),
-            *looks,
-            NUM_RANGES,
-            c_float(LEAST),
-            c_float(WIDTH),
+            c_void_p(self.least_chance_np.ctypes.data),
         )
 
 

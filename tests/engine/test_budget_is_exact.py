@@ -6,13 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import product
 
-import numpy as np
 import pytest
 
-from outrider.engine.acceptance import Calibration, OwnAcceptance
+from outrider.engine.acceptance import OwnAcceptance
 from outrider.engine.scheduling.adaptive_speculation import AdaptiveSpeculation
 from outrider.engine.scheduling.trials import Choice
-from outrider.kernels.verify.stops import Stops
 
 K, LENGTH = 2, 3  # most drafts of a step; tokens of each sequence that are compared
 Tokens = tuple[int, ...]
@@ -107,25 +105,6 @@ def test_a_budget_shared_out_by_what_was_accepted_keeps_the_joint(num_drafts: in
 def test_a_cut_by_the_drafts_before_keeps_the_joint_and_one_by_the_draft_itself_does_not() -> None:
     assert distance(2 * K, lambda drafts: len(drafts) == 1 or drafts[-2] == 0) < 1e-12
     assert distance(2 * K, lambda drafts: drafts[-1] == 0) > 0.01
-
-
-def ends_with(last_looked_at: int) -> Keeps:
-    """Drafts end where their own probabilities, of those before the last or with it, are low."""
-
-    def keeps(drafts: Tokens) -> bool:
-        likely_np = np.array([draft(drafts[:j])[x] for j, x in enumerate(drafts)], np.float32)
-        stops = Stops(np.full((1, K), 0.5), Calibration().by_range_np[None].astype(float))
-        for j in range(len(drafts) + last_looked_at):
-            if not stops.look(np.array([0]), j, likely_np[j : j + 1])[0]:
-                return False
-        return True
-
-    return keeps
-
-
-def test_drafts_that_end_by_their_own_odds_keep_the_joint() -> None:
-    assert distance(2 * K, ends_with(-1)) < 1e-12
-    assert distance(2 * K, ends_with(0)) > 0.01
 
 
 def test_the_budget_goes_to_whose_drafts_were_accepted() -> None:

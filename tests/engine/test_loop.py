@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from engines import GREEDY, engine_config, generate, prompts, run, tokens
-from stopping import stopping_at
 from tiny_models import DEVICE, VOCAB, Tiny
 from transformers import AutoModelForCausalLM
 
@@ -81,7 +80,7 @@ def test_drafts_end_with_one_that_the_draft_model_holds_for_unlikely(
     for scale in (0.05, 0.9):  # of its weights: what it gives its first choice grows with them
         draft = tiny_model("llama", seed=4, scale=scale)
         engine = Engine(engine_config(target, draft, k=3))
-        engine.scheduler.drafting.stopping = stopping_at(0.1, 3)
+        engine.scheduler.drafting.least_chance = 0.1
         run(engine, MIXED, GREEDY)
         drafted[scale] = engine.stats().drafted_per_position
     assert drafted[0.05][0] > 0 == drafted[0.05][1]

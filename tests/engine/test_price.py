@@ -61,8 +61,7 @@ def test_rows_alone_and_drafts_alone_have_prices() -> None:
     """Rows without drafting are those of lookups, drafting without rows is of what was cut."""
     price = learned([1, 2, 4, 8, 16], 3)
     unit = price.of(1, 1) / step_s(1, 1, 0)
-    assert price.of_drafts(8, 1) == pytest.approx(0.1 * unit, rel=0.01)
-    assert price.of_drafts(8, 3) == pytest.approx(0.3 * unit, rel=0.01)
+    assert price.of_a_draft(8) == pytest.approx(0.1 * unit, rel=0.01)
     assert price.of(8, 32, 0) == pytest.approx(unit * step_s(8, 32, 0), rel=0.01)
     assert price.of(8, 16, 3) == pytest.approx(unit * step_s(8, 16, 3), rel=0.01)
     assert price.of_a_row(8, 8) == pytest.approx(0.001 * unit, rel=0.05)
@@ -139,15 +138,6 @@ def test_one_step_that_was_held_up_changes_no_price() -> None:
 
 def test_one_draft_that_was_held_up_does_not_look_dear() -> None:
     price = learned([1, 2, 4], 2)
-    before = price.of_drafts(4, 1)
+    before = price.of_a_draft(4)
     price.observe(4, 8, 1, 50.0, 49.0)
-    assert price.of_drafts(4, 1) == pytest.approx(before, rel=0.01)
-
-
-def test_further_drafts_are_cheaper_than_the_first_with_which_the_draft_reads() -> None:
-    price = Price()
-    for num_drafts in (0, 1, 2) * MIN_TIMES:
-        drafting_s = 0.6 + 0.2 * num_drafts if num_drafts else 0.0
-        price.observe(1, 1 + num_drafts, num_drafts, 5.0 + drafting_s, drafting_s, is_usual=False)
-    costs = [5 * price.of_drafts(1, num_drafts) for num_drafts in range(6)]
-    assert costs == pytest.approx([0.0, 0.8, 1.0, 1.2, 1.4, 1.6])
+    assert price.of_a_draft(4) == pytest.approx(before, rel=0.01)

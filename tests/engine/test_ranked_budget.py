@@ -227,22 +227,6 @@ def test_a_calibration_is_not_of_the_good_sequences_alone_that_come_to_later_dra
     assert calibration.by_range_np[5] == pytest.approx(of_any, abs=0.05)
 
 
-def test_steps_of_few_sequences_are_learnt_from_together() -> None:
-    rng, together, one_by_one = np.random.default_rng(0), Calibration(), Calibration()
-    for _ in range(2):
-        ranges_np = rng.integers(-1, NUM_RANGES, (16, 3))
-        verified, accepted, ratios = [3] * 16, rng.integers(0, 4, 16).tolist(), [0.5, 1.5] * 8
-        before_np = one_by_one.by_range_np
-        for i, depth in enumerate([1, 2, 3, 3] * 4):
-            assert one_by_one.by_range_np is before_np
-            ranges_np[i, depth:] = -1
-            line = ranges_np[i : i + 1, :depth].copy()
-            one_by_one.observe(line, verified[i : i + 1], accepted[i : i + 1], ratios[i : i + 1])
-        together.observe(ranges_np, verified, accepted, ratios)
-        assert not np.array_equal(one_by_one.by_range_np, before_np)
-        np.testing.assert_array_equal(one_by_one.by_range_np, together.by_range_np)
-
-
 def test_a_calibration_follows_a_text_that_changes() -> None:
     calibration = Calibration()
     for share in (0.9, 0.1):
