@@ -11,14 +11,22 @@ import block_scaled
 import pytest
 import torch
 from block_scaled import interpreted, on_gpu
-from few_rows_of_experts import EXPERTS, GLU, TOP_K, activations_of, make_routing, parts_of
+from few_rows_of_experts import (
+    EXPERTS,
+    GLU,
+    TOP_K,
+    activations_of,
+    always_by,
+    make_routing,
+    parts_of,
+)
 from random_tensors import normals
 from torch import Tensor
 from verification import DEVICE
 
 from outrider.kernels.model import experts_trial as trial
 from outrider.kernels.model import few_rows_experts as module
-from outrider.kernels.model.expert_matrix import RELU_SQUARED, ExpertMatrix, Glu
+from outrider.kernels.model.expert_matrix import RELU_SQUARED, ExpertMatrix
 from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.few_rows_experts import few_rows_of_experts
 from outrider.kernels.model.routing import Routing
@@ -115,21 +123,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
     with_stages(monkeypatch, 2)
     monkeypatch.setattr(trial, "_NUM_IN", 320)
 
-    def multiply(
-        x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu | None, some: range | None = None
-    ) -> Tensor:
-        num_rows, top_k = routing.ids.shape
-        num_out = trial._NUM_OUT // (2 if glu else 1)
-        if some is None:
-            assert module.is_for(x, layer, routing, glu)
-        else:
-            assert some == range(num_out)
-        out = x.new_empty((num_rows * top_k, num_out) if glu else (top_k, num_rows, num_out))
-        # Twice by the same kernel, since that for any GPU does not run here.
-        few_rows_of_experts(out, x, routing, layer, glu)
-        return out
-
-    monkeypatch.setattr(trial, "experts_product", multiply)
+    monkeypatch.setattr(trial, "experts_product", always_by(module))
 
     def is_for() -> bool:
         trial.try_few_rows_experts(torch.device("cpu"), torch.bfloat16)

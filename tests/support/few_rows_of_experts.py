@@ -1,10 +1,14 @@
 """What tests of few rows of experts on Hopper GPUs share."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as functional
 from random_tensors import normals
 from torch import Tensor
 
+from outrider.kernels.model import experts_trial
 from outrider.kernels.model.expert_matrix import ExpertMatrix, Glu, expert_of
 from outrider.kernels.model.expert_tiles import ExpertTiles
 from outrider.kernels.model.routing import Routing
@@ -56,3 +60,24 @@ def parts_of(x: Tensor, routing: Routing, layer: ExpertMatrix) -> Tensor:
     """Outputs of each pair, times its weight. Shape: [T * k, K] -> [k, T, N] float64"""
     y = exact(x, routing, layer) * routing.weights.flatten()[:, None]
     return y.view(len(routing.ids), TOP_K, layer.num_out).transpose(0, 1)
+
+
+def always_by(module: Any) -> Callable[..., Tensor]:
+    """In place of `experts_product` in a trial: both ways by the kernel of `module`, since that for
+    any GPU does not run here.
+    """
+
+    def multiply(
+        x: Tensor, routing: Routing, layer: ExpertMatrix, glu: Glu | None, some: range | None = None
+    ) -> Tensor:
+        num_rows, top_k = routing.ids.shape
+        num_out = experts_trial._NUM_OUT // (2 if glu else 1)
+        if some is None:
+            assert module.is_for(x, layer, routing, glu)
+        else:
+            assert some == range(num_out)
+        out = x.new_empty((num_rows * top_k, num_out) if glu else (top_k, num_rows, num_out))
+        module.few_rows_of_experts(out, x, routing, layer, glu)
+        return out
+
+    return multiply
