@@ -115,14 +115,14 @@ class Price:
         """Learn from a step that took `elapsed_s`, of which drafting took `drafting_s`.
 
         `elapsed_s` is None if the step did more than decode. Steps that are usual set the pace,
-        once their cost is known.
+        once their cost is known. So no cost is 0.
         """
         if num_drafts and self._paces:
             seqs, _ = self._place(num_seqs, num_seqs)
             self._observe_drafting(seqs, drafting_s / num_drafts / self.pace_s)
-        if elapsed_s is None:
+        rows_s = 0.0 if elapsed_s is None else elapsed_s - drafting_s
+        if rows_s <= 0.0:  # also where the step before was read late, when this one had drafted
             return
-        rows_s = max(0.0, elapsed_s - drafting_s)
         if looks_up:
             if self._paces:
                 extra = max(0.0, rows_s / self.pace_s - self.of(num_seqs, num_rows))

@@ -136,6 +136,24 @@ def test_one_step_that_was_held_up_changes_no_price() -> None:
     assert [price.of(4, num_rows) for num_rows in (4, 8, 12)] == before
 
 
+@pytest.mark.parametrize("num_before", range(MIN_TIMES + 1))
+def test_a_step_that_took_no_longer_than_its_drafting_says_nothing(num_before: int) -> None:
+    """A host that was held up reads the step before when this one has ended, or nearly."""
+    price, expected = Price(), Price()
+    for each in (price, expected):
+        for _ in range(num_before):
+            each.observe(1, 2, 1, 1.1, 0.1)
+    for elapsed_s, drafting_s in ((0.0, 0.0), (0.004, 0.008), (0.008, 0.008)) * MIN_TIMES:
+        price.observe(1, 1, 0, elapsed_s, drafting_s)
+        price.observe(1, 1, 0, elapsed_s, drafting_s, looks_up=True)
+    for _ in range(MIN_TIMES):
+        for each in (price, expected):
+            each.observe(1, 2, 1, 1.1, 0.1)
+    for num_rows in (1, 2, 3):
+        assert price.of(1, num_rows) == expected.of(1, num_rows) > 0.0
+    assert price.of_lookups == expected.of_lookups
+
+
 def test_one_draft_that_was_held_up_does_not_look_dear() -> None:
     price = learned([1, 2, 4], 2)
     before = price.of_a_draft(4)
