@@ -65,7 +65,7 @@ class KnownDraft:
 _NARROW = r"fp8|fp4|nvfp4|mxfp4|awq|gptq|int[48]|[48]bit|w[48]a(4|8|16)|quantized|dynamic|block"
 
 
-def _head(one: tuple[str, str], model: str, kind: str, billions: float, k: int) -> KnownDraft:
+def _head(one: tuple[str, str], model: str, kind: str, billions: float) -> KnownDraft:
     """A head of one model, which `one` has in words and as its name ends."""
     family, name = one
     return KnownDraft(
@@ -75,13 +75,49 @@ def _head(one: tuple[str, str], model: str, kind: str, billions: float, k: int) 
         # A directory or a quantised checkpoint of it, too, but no fine-tuned model.
         name=rf"(^|/){name}([-._]({_NARROW}))*/?$",
         kind=f"{kind} head",
+        num_speculative_tokens=6 if kind == "EAGLE-3" else 7,
+    )
+
+
+def _mtp(family: str, *model_types: str) -> KnownDraft:
+    """The heads in the checkpoints of a family, which nobody has to download."""
+    return KnownDraft(
+        model=MTP,
+        num_parameters=0,  # none besides the target's
+        family=family,
+        model_types=model_types,
+        kind="MTP head",
+        num_speculative_tokens=3,
+    )
+
+
+def _small(
+    family: str,
+    model: str,
+    millions: int,
+    targets: tuple[str, frozenset[int]],
+    name: str = "",
+    k: int = DEFAULT_K,
+) -> KnownDraft:
+    """A small model of a family. `targets`: their type, and sizes of their vocabularies."""
+    model_type, vocab_sizes = targets
+    return KnownDraft(
+        model=model,
+        num_parameters=millions * 1_000_000,
+        family=family,
+        name=name,
+        model_types=(model_type,),
+        vocab_sizes=vocab_sizes,
         num_speculative_tokens=k,
     )
 
 
-_LLAMA_3 = frozenset({128_256})
-_GEMMA_3 = frozenset({262_144, 262_208})
-_QWEN_2 = frozenset({151_936, 152_064})
+# See `_small`.
+_SMOLLM_2 = "llama", frozenset({49_152})
+_LLAMA_3 = "llama", frozenset({128_256})
+_GEMMA_3 = "gemma3_text", frozenset({262_144, 262_208})
+_QWEN_2 = "qwen2", frozenset({151_936, 152_064})
+_QWEN_3 = "qwen3", frozenset({151_936})
 # See `_head`.
 _QWEN_3_8B = "Qwen3 8B", "qwen3-8b"
 _QWEN_3_14B = "Qwen3 14B", "qwen3-14b"
@@ -102,7 +138,6 @@ _QWEN_36_27B = "Qwen3.6 27B", r"qwen3\.6-27b"
 _QWEN_36_35B = "Qwen3.6 35B-A3B", r"qwen3\.6-35b-a3b"
 _QWEN_38_27B = "Qwen3.8 27B", r"qwen3\.8-27b"
 _QWEN_CODER_NEXT = "Qwen3 Coder Next", "qwen3-coder-next"
-_SMOLLM_2 = frozenset({49_152})
 
 KNOWN_DRAFTS: Sequence[KnownDraft] = (
     KnownDraft(
@@ -112,133 +147,58 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
         name=f"^{re.escape(DEFAULT_TARGET)}$",
         num_speculative_tokens=6,
     ),
-    KnownDraft(
-        model="HuggingFaceTB/SmolLM2-135M-Instruct",
-        num_parameters=135_000_000,
-        family="SmolLM2",
-        name="smollm2",
-        model_types=("llama",),
-        vocab_sizes=_SMOLLM_2,
-    ),
-    KnownDraft(
-        model=DEFAULT_DRAFT,
-        num_parameters=17_000_000,
-        family="SmolLM2",
-        name="smollm2",
-        model_types=("llama",),
-        vocab_sizes=_SMOLLM_2,
-    ),
-    *(
-        _head(one, model, kind, billions, k)
-        for one, model, kind, billions, k in (
-            (_QWEN_3_8B, "RedHatAI/Qwen3-8B-speculator.eagle3", "EAGLE-3", 0.4, 6),
-            (_QWEN_3_14B, "RedHatAI/Qwen3-14B-speculator.eagle3", "EAGLE-3", 0.6, 6),
-            (_QWEN_3_32B, "RedHatAI/Qwen3-32B-speculator.eagle3", "EAGLE-3", 0.8, 6),
-            (_LLAMA_31_8B, "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "EAGLE-3", 0.45, 6),
-            (_GPT_OSS_20B, "RedHatAI/gpt-oss-20b-speculator.eagle3", "EAGLE-3", 0.5, 6),
-            # Sizes that were not looked up, but are about these.
-            (_GPT_OSS_120B, "RedHatAI/gpt-oss-120b-speculator.eagle3", "EAGLE-3", 0.5, 6),
-            (_QWEN_3_30B, f"{_OF_30B}-speculator.eagle3", "EAGLE-3", 0.5, 6),
-            (_QWEN_3_30B_INSTRUCT, f"{_OF_30B}-Instruct-2507-speculator.eagle3", "EAGLE-3", 0.5, 6),
-            (_QWEN_3_30B_THINKING, f"{_OF_30B}-Thinking-2507-speculator.eagle3", "EAGLE-3", 0.5, 6),
-            (_QWEN_3_CODER, "z-lab/Qwen3-Coder-30B-A3B-DFlash", "DFlash", 0.5, 7),
-            (_QWEN_3_CODER, _EAGLE_OF_CODER, "EAGLE-3", 0.2, 6),
-            (_QWEN_3_30B, f"{_OF_30B}-speculator.dflash", "DFlash", 0.68, 7),
-            (_QWEN_3_30B_INSTRUCT, f"{_OF_30B}-Instruct-2507-speculator.dflash", "DFlash", 0.68, 7),
-            (_GPT_OSS_20B, "z-lab/gpt-oss-20b-DFlash", "DFlash", 0.8, 7),
-            (_GPT_OSS_120B, "z-lab/gpt-oss-120b-DFlash", "DFlash", 0.8, 7),
-            # The Qwen ones were trained on answers without thinking.
-            (_QWEN_3_8B, "deepseek-ai/dspark_qwen3_8b_block7", "DSpark", 1.75, 7),
-            (_QWEN_3_8B, "z-lab/Qwen3-8B-DFlash-b16", "DFlash", 1.05, 7),
-            (_QWEN_3_14B, "deepseek-ai/dspark_qwen3_14b_block7", "DSpark", 2.65, 7),
-            (_LLAMA_31_8B, "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", "DFlash", 1.05, 7),
-        )
-    ),
-    KnownDraft(
-        model="Qwen/Qwen3-0.6B",
-        num_parameters=600_000_000,
-        family="Qwen3",
-        model_types=("qwen3",),
-        vocab_sizes=frozenset({151_936}),
-    ),
-    *(
-        KnownDraft(
-            model=MTP,
-            num_parameters=0,  # none besides the target's
-            family=family,
-            model_types=tuple(model_types),
-            kind="MTP head",
-            num_speculative_tokens=3,
-        )
-        for family, *model_types in (
-            ("MiMo 7B", "mimo"),
-            ("GLM-4.5 to 4.7", "glm4_moe"),
-            ("Qwen3.5 to 3.8", "qwen3_5", "qwen3_5_text"),
-            ("Qwen3.5 to 3.8, mixtures", "qwen3_5_moe", "qwen3_5_moe_text"),
-            ("Qwen3-Next", "qwen3_next"),
-        )
-    ),
-    *(  # behind the heads in the checkpoints of these, which nobody has to download
-        _head(one, model, kind, billions, 7)
-        for one, model, kind, billions in (
-            (_QWEN_35_9B, "z-lab/Qwen3.5-9B-DFlash", "DFlash", 1.0),
-            (_QWEN_35_27B, "z-lab/Qwen3.5-27B-DFlash", "DFlash", 1.74),
-            (_QWEN_35_35B, "z-lab/Qwen3.5-35B-A3B-DFlash", "DFlash", 0.39),
-            (_QWEN_36_27B, "z-lab/Qwen3.6-27B-DFlash", "DFlash", 1.74),
-            (_QWEN_36_35B, "z-lab/Qwen3.6-35B-A3B-DFlash", "DFlash", 0.39),
-            (_QWEN_CODER_NEXT, "z-lab/Qwen3-Coder-Next-DFlash", "DFlash", 0.5),
-            (_QWEN_38_27B, "z-lab/Qwen3.8-27B-DFlash2", "DFlash2", 1.92),
-            (_QWEN_38_27B, "RadixArk/Qwen3.8-27B-DSpark", "DSpark", 1.86),
-        )
-    ),
+    _small("SmolLM2", "HuggingFaceTB/SmolLM2-135M-Instruct", 135, _SMOLLM_2, "smollm2"),
+    _small("SmolLM2", DEFAULT_DRAFT, 17, _SMOLLM_2, "smollm2"),
+    _head(_QWEN_3_8B, "RedHatAI/Qwen3-8B-speculator.eagle3", "EAGLE-3", 0.4),
+    _head(_QWEN_3_14B, "RedHatAI/Qwen3-14B-speculator.eagle3", "EAGLE-3", 0.6),
+    _head(_QWEN_3_32B, "RedHatAI/Qwen3-32B-speculator.eagle3", "EAGLE-3", 0.8),
+    _head(_LLAMA_31_8B, "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "EAGLE-3", 0.45),
+    _head(_GPT_OSS_20B, "RedHatAI/gpt-oss-20b-speculator.eagle3", "EAGLE-3", 0.5),
+    # Sizes that were not looked up, but are about these.
+    _head(_GPT_OSS_120B, "RedHatAI/gpt-oss-120b-speculator.eagle3", "EAGLE-3", 0.5),
+    _head(_QWEN_3_30B, f"{_OF_30B}-speculator.eagle3", "EAGLE-3", 0.5),
+    _head(_QWEN_3_30B_INSTRUCT, f"{_OF_30B}-Instruct-2507-speculator.eagle3", "EAGLE-3", 0.5),
+    _head(_QWEN_3_30B_THINKING, f"{_OF_30B}-Thinking-2507-speculator.eagle3", "EAGLE-3", 0.5),
+    _head(_QWEN_3_CODER, "z-lab/Qwen3-Coder-30B-A3B-DFlash", "DFlash", 0.5),
+    _head(_QWEN_3_CODER, _EAGLE_OF_CODER, "EAGLE-3", 0.2),
+    _head(_QWEN_3_30B, f"{_OF_30B}-speculator.dflash", "DFlash", 0.68),
+    _head(_QWEN_3_30B_INSTRUCT, f"{_OF_30B}-Instruct-2507-speculator.dflash", "DFlash", 0.68),
+    _head(_GPT_OSS_20B, "z-lab/gpt-oss-20b-DFlash", "DFlash", 0.8),
+    _head(_GPT_OSS_120B, "z-lab/gpt-oss-120b-DFlash", "DFlash", 0.8),
+    # The Qwen ones were trained on answers without thinking.
+    _head(_QWEN_3_8B, "deepseek-ai/dspark_qwen3_8b_block7", "DSpark", 1.75),
+    _head(_QWEN_3_8B, "z-lab/Qwen3-8B-DFlash-b16", "DFlash", 1.05),
+    _head(_QWEN_3_14B, "deepseek-ai/dspark_qwen3_14b_block7", "DSpark", 2.65),
+    _head(_LLAMA_31_8B, "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", "DFlash", 1.05),
+    _small("Qwen3", "Qwen/Qwen3-0.6B", 600, _QWEN_3),
+    _mtp("MiMo 7B", "mimo"),
+    _mtp("GLM-4.5 to 4.7", "glm4_moe"),
+    _mtp("Qwen3.5 to 3.8", "qwen3_5", "qwen3_5_text"),
+    _mtp("Qwen3.5 to 3.8, mixtures", "qwen3_5_moe", "qwen3_5_moe_text"),
+    _mtp("Qwen3-Next", "qwen3_next"),
+    # Behind the heads in the checkpoints of these.
+    _head(_QWEN_35_9B, "z-lab/Qwen3.5-9B-DFlash", "DFlash", 1.0),
+    _head(_QWEN_35_27B, "z-lab/Qwen3.5-27B-DFlash", "DFlash", 1.74),
+    _head(_QWEN_35_35B, "z-lab/Qwen3.5-35B-A3B-DFlash", "DFlash", 0.39),
+    _head(_QWEN_36_27B, "z-lab/Qwen3.6-27B-DFlash", "DFlash", 1.74),
+    _head(_QWEN_36_35B, "z-lab/Qwen3.6-35B-A3B-DFlash", "DFlash", 0.39),
+    _head(_QWEN_CODER_NEXT, "z-lab/Qwen3-Coder-Next-DFlash", "DFlash", 0.5),
+    _head(_QWEN_38_27B, "z-lab/Qwen3.8-27B-DFlash2", "DFlash2", 1.92),
+    _head(_QWEN_38_27B, "RadixArk/Qwen3.8-27B-DSpark", "DSpark", 1.86),
     # Distilled from R1 over Qwen's and Llama's vocabularies, with special tokens of their own.
-    KnownDraft(
-        model="deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
-        num_parameters=1_780_000_000,
-        family="DeepSeek-R1-Distill-Qwen",
-        name="r1-distill-qwen",
-        model_types=("qwen2",),
-        vocab_sizes=_QWEN_2,
+    _small(
+        "DeepSeek-R1-Distill-Qwen",
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+        1_780,
+        _QWEN_2,
+        "r1-distill-qwen",
     ),
-    KnownDraft(
-        model="Qwen/Qwen2.5-Coder-0.5B-Instruct",
-        num_parameters=494_000_000,
-        family="Qwen2.5-Coder",
-        name="coder",
-        model_types=("qwen2",),
-        vocab_sizes=_QWEN_2,
-        num_speculative_tokens=6,  # code is easy to predict
-    ),
-    KnownDraft(
-        model="Qwen/Qwen2.5-0.5B-Instruct",
-        num_parameters=494_000_000,
-        family="Qwen2.5",
-        name="^(?!.*r1-distill)",
-        model_types=("qwen2",),
-        vocab_sizes=_QWEN_2,
-    ),
-    KnownDraft(
-        model="meta-llama/Llama-3.2-1B-Instruct",
-        num_parameters=1_240_000_000,
-        family="Llama 3",
-        name="^(?!.*r1-distill)",
-        model_types=("llama",),
-        vocab_sizes=_LLAMA_3,
-    ),
-    *(
-        KnownDraft(
-            model=model,
-            num_parameters=num_parameters,
-            family="Gemma 3",
-            model_types=("gemma3_text",),
-            vocab_sizes=_GEMMA_3,
-            num_speculative_tokens=5,
-        )
-        for model, num_parameters in (
-            ("google/gemma-3-1b-it", 1_000_000_000),
-            ("google/gemma-3-270m-it", 268_000_000),
-        )
-    ),
+    # Code is easy to predict.
+    _small("Qwen2.5-Coder", "Qwen/Qwen2.5-Coder-0.5B-Instruct", 494, _QWEN_2, "coder", 6),
+    _small("Qwen2.5", "Qwen/Qwen2.5-0.5B-Instruct", 494, _QWEN_2, "^(?!.*r1-distill)"),
+    _small("Llama 3", "meta-llama/Llama-3.2-1B-Instruct", 1_240, _LLAMA_3, "^(?!.*r1-distill)"),
+    _small("Gemma 3", "google/gemma-3-1b-it", 1_000, _GEMMA_3, k=5),
+    _small("Gemma 3", "google/gemma-3-270m-it", 268, _GEMMA_3, k=5),
 )
 
 # The largest first.
