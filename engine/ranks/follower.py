@@ -2,17 +2,17 @@
 rank 0 sends.
 
 Started by `Followers` as `python -P -m outrider.engine.ranks.follower FD`, with a socket to rank 0
-as that file descriptor, and a line of JSON on its stdin. It logs nothing: what goes wrong is sent
-to rank 0, once.
+as that file descriptor, and a line on its stdin with what it must know. It logs nothing: what goes
+wrong is sent to rank 0, once.
 """
 
-import json
 import logging
 import os
+import pickle
 import socket
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from ..state.phase import Shape
 from .wire import Op, receive, send
 
 if TYPE_CHECKING:
+    from ..config import EngineConfig
     from .own_shares import OwnShares
 
 _BEAT_S = 1.0
@@ -49,15 +50,17 @@ class FollowerConnection:
             os._exit(1)
 
 
-def follow(connection: FollowerConnection, settings: dict[str, Any]) -> None:
+def follow(
+    connection: FollowerConnection, rank: int, meeting_fd: int, config: "EngineConfig"
+) -> None:
     """Load, then do what rank 0 says, for ever."""
     from .own_shares import OwnShares
 
-    shares = OwnShares(settings)
+    shares = OwnShares(rank, config)
     connection.send(Op.ANSWER, np.array([shares.batch_invariant], dtype=np.int64))
     op, _, [keep_bits] = connection.receive()
     assert op == Op.JOIN
-    shares.join(settings["meeting_fd"], keep_bits=bool(keep_bits))
+    shares.join(meeting_fd, keep_bits=bool(keep_bits))
     while True:
         answer = perform(shares, *connection.receive())
         if answer is not None:
@@ -108,10 +111,10 @@ def perform(
 def main() -> None:
     logging.disable(logging.CRITICAL)
     connection = FollowerConnection(socket.socket(fileno=int(sys.argv[1])))
-    settings = json.loads(leave_with_parent(lambda: __import__("torch")))
+    line = leave_with_parent(lambda: __import__("torch"))
     threading.Thread(target=connection.beat, name="heartbeat", daemon=True).start()
     try:
-        follow(connection, settings)
+        follow(connection, *pickle.loads(bytes.fromhex(line.decode())))
     except EOFError:  # rank 0 has gone
         os._exit(1)
     except Exception as error:

@@ -1,9 +1,9 @@
 """Rank 0's end: starts the other ranks, has them follow, and ends with them."""
 
 import contextlib
-import json
 import logging
 import os
+import pickle
 import queue
 import socket
 import subprocess
@@ -11,8 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
@@ -281,28 +280,10 @@ class _Follower:
 
 
 def _line(rank: int, config: EngineConfig, meeting_fd: int) -> bytes:
-    """What a follower must know, as a line of JSON."""
-    settings = {
-        "rank": rank,
-        "meeting_fd": meeting_fd,
-        "target": asdict(config.target),
-        "draft": _shared_draft(config),
-        "device": config.device,
-        "max_model_len": config.max_model_len,
-        "cache_dtype": config.cache.dtype,
-        "batch_invariant": config.batch_invariant,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "num_threads": config.num_threads,
-    }
-    return json.dumps(settings).encode() + b"\n"
-
-
-def _shared_draft(config: EngineConfig) -> dict[str, Any] | None:
-    """Without the vocabulary: rank 0 translates."""
+    """What a follower must know: no vocabularies, for rank 0 translates."""
     draft = config.loaded_draft
-    if draft is None or draft.tensor_parallel == 1:
-        return None
-    return asdict(replace(draft, vocabulary=None))
+    config = replace(config, draft=draft and replace(draft, vocabulary=None), token_table=None)
+    return pickle.dumps((rank, meeting_fd, config)).hex().encode() + b"\n"
 
 
 def _end(followers: list[_Follower], lost: _Loss, group: RankGroup) -> None:

@@ -1,15 +1,15 @@
 """A follower's shares of target and draft, with their pages: what rank 0 has it do."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from outrider.kernels.compiling import compile_together
 
-from ..config import CacheConfig, EngineConfig, ModelConfig
+from ..config import EngineConfig
 from ..cpu_share import set_threads
 from ..gpu_memory import begin_measuring, left_bytes, measured_bytes
 from ..models.batch_invariance import make_batch_dependent
@@ -31,25 +31,17 @@ class OwnShares:
     slots: Slots
     host_pages: HostPages
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        """Load it. `settings` is the line from `Followers`."""
-        target, draft = ModelConfig(**settings["target"]), settings["draft"]
-        rank, self.device = settings["rank"], torch.device(settings["device"])
-        self._utilization = settings["gpu_memory_utilization"]
+    def __init__(self, rank: int, config: EngineConfig) -> None:
+        """Load it; of devices only the kind is as in rank 0's config."""
+        self.device = torch.device(config.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", rank)
             torch.cuda.set_device(self.device)
-        set_threads(settings["num_threads"], target.tensor_parallel, self.device)
-        config = EngineConfig(
-            target=target,
-            draft=draft and ModelConfig(**draft),
-            device=str(self.device),
-            max_model_len=settings["max_model_len"],
-            batch_invariant=settings["batch_invariant"],
-            cache=CacheConfig(dtype=settings["cache_dtype"]),
-        )
-        self._group = RankGroup(rank, target.tensor_parallel)
-        self._loaded = load_shares(config, rank=rank)
+        size = config.target.tensor_parallel
+        set_threads(config.num_threads, size, self.device)
+        self._utilization = config.gpu_memory_utilization
+        self._group = RankGroup(rank, size)
+        self._loaded = load_shares(replace(config, device=str(self.device)), rank=rank)
         self._max_model_len = config.max_model_len or self._loaded[0].max_positions
         self._num_bytes = self._step_bytes = 0
         self._why_no_copy = ""
