@@ -18,7 +18,7 @@ class PageCopies(Protocol):
     """Copies pages of a group of layers between the device and the host.
 
     Steps launched before a call are done with the pages when they are copied; those launched later
-    may overwrite what `save` was given.
+    may overwrite what `save` was given. Calls raise RuntimeError, as torch does, if a copy fails.
     """
 
     def save(self, group: int, pages: Sequence[int], host_pages: Sequence[int]) -> None:
@@ -202,7 +202,7 @@ class HostTier:
         """Keep nothing any more if a copy inside fails."""
         try:
             yield
-        except Exception as error:
+        except RuntimeError as error:  # the loss of a rank is none: it ends the engine
             log.warning(
                 "the cache's pages in host memory are given up, and answers go on without them: "
                 "%s: %s",

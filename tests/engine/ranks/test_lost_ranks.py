@@ -55,6 +55,27 @@ def test_a_follower_that_dies_or_hangs_ends_the_step(
         engine.worker.close()
 
 
+@pytest.mark.skipif(
+    DEVICE.type == "cuda",
+    reason="a GPU waits for the lost rank for ever, so that this process would end",
+)
+def test_a_rank_lost_before_a_copy_to_host_memory_is_no_failure_of_that_memory(
+    tiny_model: Tiny, start: Callable[[EngineConfig], Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = engine_config(tiny_model(), num_pages=24, proposer="none")
+    engine = start(replace(config, cache=replace(config.cache, host_gib=1e-3)))
+    first, second = prompts([60, 61], VOCAB)
+    run(engine, [first], GREEDY)
+    assert engine.stats().host_pages_used == 0  # the second prompt evicts the first
+    os.kill(follower_of(engine), signal.SIGKILL)
+    assert engine.worker.followers is not None
+    assert engine.worker.followers._lost.happened.wait(30)
+    with pytest.raises(RankLostError, match="rank 1 of the target: killed by signal 9"):
+        run(engine, [second], GREEDY)
+    assert [text for text in caplog.messages if "host memory" in text] == []
+    engine.worker.close()
+
+
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="what is captured cannot fail in this way")
 def test_a_shared_draft_that_fails_ends_the_engine(
     tiny_model: Tiny,
