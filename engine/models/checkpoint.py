@@ -110,9 +110,9 @@ class AnyCheckpoint(ABC):
     def unread(self) -> set[str]:
         """The names of tensors of which nothing was read, nor anything else of their layer."""
 
-    def biases_left_out(self) -> list[str]:
-        """The names of biases that were not read, of layers that were. Those of zeros do not count:
-        some quantisers give every layer one.
+    def biases_left_out(self, prefix: str = "") -> list[str]:
+        """The names of biases that were not read, of layers that were, if they begin with `prefix`.
+        Those of zeros do not count: some quantisers give every layer one.
         """
         return []
 
@@ -228,6 +228,7 @@ class Checkpoint(AnyCheckpoint):
         self._file_of = open_files(folder)
         # The text of a model that also reads images has the names of a model of text.
         self._stored_name = {name_in_text(name, renamed): name for name in self._file_of}
+        self._biases = [name for name in self._stored_name if name.endswith("bias")]
         self._num_tensors = len(self._file_of)
 
     def __contains__(self, name: str) -> bool:
@@ -252,8 +253,7 @@ class Checkpoint(AnyCheckpoint):
         place, entry = self._place(name)
         stored_name = self._stored_name[place]
         file = self._file_of[stored_name]
-        is_loaded = isinstance(file, dict)
-        view: Tensor = file[stored_name] if is_loaded else file.get_tensor(stored_name)
+        view: Tensor = file[stored_name] if isinstance(file, dict) else file.get_tensor(stored_name)
         if entry is None:
             return view
         if view.ndim == 0 or entry >= len(view):
@@ -297,8 +297,8 @@ class Checkpoint(AnyCheckpoint):
         layers = {name.rpartition(".")[0] for name in self._names_read}
         return {name for name in self._stored_name if name.rpartition(".")[0] not in layers}
 
-    def biases_left_out(self) -> list[str]:
-        biases = {name for name in self._stored_name if name.endswith("bias")} - self._names_read
+    def biases_left_out(self, prefix: str = "") -> list[str]:
+        biases = {name for name in self._biases if name.startswith(prefix)} - self._names_read
         left_out = sorted(biases - self.unread()) if biases else []
         return [name for name in left_out if self.view(name).any()]
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from mtp import save_tiny_mtp_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_gguf import llama_directory, write_llama
 from tiny_models import DEVICE, Tiny, change_config, change_tensor
 
 from outrider.engine.config import ModelConfig
+from outrider.engine.models.checkpoint import Checkpoint
 from outrider.engine.models.loading import load_network
 
 
@@ -90,3 +91,17 @@ def test_layers_of_a_gguf_file_that_are_left_out_are_named(
     (warning,) = warnings(model, caplog)
     assert "9 of its tensors are of layers 2 to 2, and its config counts 2; they" in warning
     assert ": blk.2." in warning
+
+
+def test_biases_left_out_are_asked_for_by_layer(tmp_path: Path) -> None:
+    biases = {f"layers.{i}.{name}.bias": torch.ones(2) for i in (1, 11) for name in ("a", "b")}
+    weights = {key.replace("bias", "weight"): torch.ones(2, 2) for key in biases}
+    save_file(biases | weights, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path, torch.float32, DEVICE, lambda *_: None)
+    for name in weights:
+        checkpoint.tensor(name)
+    checkpoint.tensor("layers.1.a.bias")
+    assert checkpoint.biases_left_out("layers.1.") == ["layers.1.b.bias"]
+    assert checkpoint.biases_left_out() == [
+        "layers.1.b.bias", "layers.11.a.bias", "layers.11.b.bias"
+    ]  # fmt: skip

@@ -110,7 +110,7 @@ class ExpertMLP(Part):
                 mlp = _read_mlp(tensors, shared, width, activation)
             else:
                 router = router._replace(num_shared=len(further[0].matrices))
-        if biases := [one for one in tensors.biases_left_out() if one.startswith(f"{name}.")]:
+        if biases := tensors.biases_left_out(f"{name}."):
             raise FinalRefusalError(f"its files have {biases[0]}; no mixture of its type has it")
         first, down = (
             layers.pop(0).stacked(tensors, router, shared_layer)
