@@ -17,11 +17,12 @@ from ..config import EngineConfig
 from ..lifeline import describe_exit
 from .child_process import ChildProcess, Restarts
 from .client import EngineClient
-from .messages import EngineStatus, FromEngine, Hello, Ready, Shutdown
+from .messages import EngineStatus, FromEngine, Hello, Loading, Ready, Shutdown
 
 log = logging.getLogger(__name__)
 
 _LEAVE_S = 5.0  # time to finish a step and exit; then the process is killed
+_STANDSTILL_S = 180.0  # without news of a start; then, and as often again, the log says so
 
 
 class ProcessEngine(EngineClient):
@@ -29,8 +30,8 @@ class ProcessEngine(EngineClient):
 
     A child that dies is started again, the first time at once. After three deaths in a row, or if
     it never became ready, the state is "failed". A child is asked now and then how it is. If it
-    does not answer for `step_timeout_s` (0: no limit), it is killed and started again. If it
-    `is_shared`, other processes can reach it too, at the endpoint in `status`.
+    does not answer for `step_timeout_s` (0: no limit), it is killed and started again; a start has
+    no limit. If it `is_shared`, other processes can reach it too, at the endpoint in `status`.
     """
 
     _command: tuple[str, ...] = (sys.executable, "-P", "-m", "outrider.engine.processes.process")
@@ -54,6 +55,7 @@ class ProcessEngine(EngineClient):
         self._ready_at_s = 0.0
         self._died_at_s: float | None = None  # None: it never died
         self._heard = asyncio.Event()  # set by each message
+        self._stage: str | None = None  # of a start; None: its config is not known yet
 
     @property
     def status(self) -> EngineStatus:
@@ -117,12 +119,15 @@ class ProcessEngine(EngineClient):
         )
         self._connection = child.connection
         self._send(Hello())
+        self._stage = None
         watchdog = asyncio.create_task(self._kill_if_hung(child), name="engine watchdog")
+        standstill = asyncio.create_task(self._log_standstill(), name="engine standstill")
         try:
             exit_code = await child.run()
         finally:
             self._connection = None
             watchdog.cancel()
+            standstill.cancel()
         if watchdog.done() and not watchdog.cancelled():
             return f"no step ended within {self._step_timeout_s:g} s (engine.step_timeout_s)"
         last_words = self._last_words or child.last_words
@@ -133,6 +138,8 @@ class ProcessEngine(EngineClient):
     async def _config_line(self) -> bytes:
         if not isinstance(self._config, EngineConfig):
             self._config = await self._config()
+        self._stage = "importing libraries"
+        self._heard.set()
         return msgspec.json.encode(self._config)
 
     async def _kill_if_hung(self, child: ChildProcess[FromEngine]) -> None:
@@ -150,8 +157,29 @@ class ProcessEngine(EngineClient):
                 child.kill()
                 return
 
+    async def _log_standstill(self) -> None:
+        """Say what a start is at whenever it has come no further for long."""
+        silence_s = 0.0
+        while self.state != "ready":
+            self._heard.clear()
+            try:
+                await asyncio.wait_for(self._heard.wait(), _STANDSTILL_S)
+                silence_s = 0.0
+            except TimeoutError:
+                silence_s += _STANDSTILL_S
+                if self._stage is not None:
+                    log.warning(
+                        "the start has come no further for %.0f minutes, at: %s. If it reads files "
+                        "there, look whether their disk or network answers",
+                        silence_s / 60,
+                        self._stage,
+                    )
+
     def _hear(self, message: FromEngine) -> None:
         self._heard.set()
+        if isinstance(message, Loading):
+            count = f" ({message.done} of {message.total})" if message.total > 1 else ""
+            self._stage = f"{message.stage}{count}"
         if isinstance(message, Ready):
             self._ready_at_s = time.monotonic()
             if self._died_at_s is not None:

@@ -21,7 +21,13 @@ import pytest
 import uvloop
 import zmq
 from ended_processes import has_ended
-from engine_clients import ScriptedProcessEngine, collect, scripted_config, state_becomes
+from engine_clients import (
+    ScriptedProcessEngine,
+    becomes_true,
+    collect,
+    scripted_config,
+    state_becomes,
+)
 from engine_clients import scripted_request as request
 
 from outrider.engine.config import EngineConfig
@@ -188,6 +194,28 @@ async def test_a_step_that_does_not_end_ends_the_engine(socket_root: Path) -> No
     assert has_ended(hung)
     assert await collect(await client.generate([request("c")])) == {"c": [0, 1, 2]}
     await client.stop()
+
+
+async def test_a_start_that_comes_no_further_is_logged_with_what_it_is_at(
+    socket_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But not how long its config took, for which models may be fetched."""
+    monkeypatch.setattr(process_engine, "_STANDSTILL_S", 0.1)
+    logged_too_early: list[str] = []
+
+    async def config() -> EngineConfig:
+        await asyncio.sleep(0.5)
+        logged_too_early.extend(caplog.messages)
+        return scripted_config("stands still")
+
+    client = ScriptedProcessEngine(config)
+    starting = asyncio.create_task(client.start())
+    where = "the start has come no further for 0 minutes, at: target (3 of 20)."
+    await becomes_true(lambda: sum(where in text for text in caplog.messages) == 2)
+    assert logged_too_early == []
+    await client.stop()
+    with pytest.raises(EngineUnavailableError):
+        await starting
 
 
 async def test_log_lines_of_the_engine_can_be_json(capfd: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,9 @@ class ScriptedEngine:
             leave_at_once("a rank is lost")
         if config.target.path.startswith("slow "):
             time.sleep(float(config.target.path.split()[1]))
+        if config.target.path == "stands still":
+            report("target", 3, 20)
+            time.sleep(60)
         if config.target.path == "reads stdin":
             raise ValueError(f"stdin held {sys.stdin.read()!r}")
         report("target", 1, 1)
