@@ -16,7 +16,7 @@ from ..models.gguf_file import GgufFile
 from ..models.heads.config import is_head
 from ..models.unread import layer_of
 from ..models.weight_files import GGUF, OF_IMAGES, holds_gguf, name_in_text, stored_tensors
-from .fit import Weights, fewest_gpus, room_for_weights
+from .fit import Weights, fewest_gpus, most_for_weights, room_for_weights
 
 _PLAIN = {"BF16", "F16", "F32"}  # numbers in files that are loaded in the model's dtype
 _MOST_ADVISED = 64  # GPUs
@@ -50,10 +50,7 @@ def choose_ranks(config: EngineConfig) -> EngineConfig:
         n: sharing.why_not(n) or why_not_these_gpus(n, device) for n in range(2, num_gpus + 1)
     }
     numbers = [1, *(n for n, reason in why_not.items() if reason is None)]
-    # A single GPU is refused only if it cannot hold the weights: the engine measures its steps.
-    most_bytes = utilization * total_bytes
-    if len(numbers) > 1:
-        most_bytes = room_for_weights(total_bytes, utilization, share=1.0)
+    most_bytes = most_for_weights(total_bytes, utilization, can_share=len(numbers) > 1)
     num = fewest_gpus(weights, room_bytes, numbers)
     num = num or fewest_gpus(weights, most_bytes, numbers[-1:])
     roles = "the target" if config.loaded_draft is None else "target and draft"

@@ -28,6 +28,18 @@ def room_for_weights(
     return max(0.0, min(share * total_bytes, utilization * total_bytes - _STEP_BYTES))
 
 
+def most_for_weights(
+    total_bytes: float, utilization: float = 0.9, *, can_share: bool = True
+) -> float:
+    """The same where a smaller cache is taken, since no more GPUs are there.
+
+    A single GPU is refused only if it cannot hold the weights: the engine measures its steps.
+    """
+    if not can_share:
+        return utilization * total_bytes
+    return room_for_weights(total_bytes, utilization, share=1.0)
+
+
 def fewest_gpus(weights: Weights, room_bytes: float, numbers: Iterable[int]) -> int | None:
     """The first of these numbers of GPUs that has room for the weights; None: none has."""
     return next((n for n in numbers if weights.of_first(n) <= room_bytes), None)

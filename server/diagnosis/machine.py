@@ -1,5 +1,6 @@
 """Findings about this machine: Python, torch, GPUs, memory, disk, models."""
 
+import math
 import os
 import platform
 import shutil
@@ -17,7 +18,7 @@ from transformers import PreTrainedConfig
 from outrider.engine.config import CacheConfig, ConfigError, SpeculationConfig
 from outrider.engine.host_memory import available_bytes, check_host_memory
 from outrider.engine.models.admission import resolve_dtype
-from outrider.engine.ranks.fit import fewest_gpus, room_for_weights
+from outrider.engine.ranks.fit import fewest_gpus, most_for_weights, room_for_weights
 from outrider.kernels.cpu import layers
 
 from ..models import builtin, store
@@ -217,7 +218,7 @@ def pair(
     """
     num_gpus, numbers = torch.cuda.device_count() if torch.cuda.is_available() else 0, [1]
     if torch.cuda.is_available():
-        total_bytes, where = torch.cuda.mem_get_info()[1], "the GPU"
+        total_bytes, where = float(torch.cuda.mem_get_info()[1]), "the GPU"
         if num_gpus > 1:
             from outrider.engine.ranks.admission import why_not_these_gpus  # takes seconds
 
@@ -228,7 +229,8 @@ def pair(
             where = "each GPU" if len(first) > 1 else "the first GPU"
         room_bytes = room_for_weights(total_bytes, utilization)
     else:
-        room_bytes, where = available_bytes() * WEIGHTS_SHARE_CPU, "the CPU"
+        total_bytes, where = math.inf, "the CPU"  # where the server leaves no draft out
+        room_bytes = available_bytes() * WEIGHTS_SHARE_CPU
         room_bytes = min(room_bytes, MAX_CPU_WEIGHTS_GB * 1e9)
     at_hand = [each for each in SUGGESTED if has_hub or each.model in builtin.BUILTINS]
     if configured is not None:
@@ -256,6 +258,10 @@ def pair(
             numbers = [n for n in numbers if n == 1 or sharing.why_not(n) is None]
     elif num_ranks is None:  # its heads are not known; nearly every model's divide so
         numbers = [n for n in numbers if n.bit_count() == 1]
+    if isinstance(counted, PairWeights) and counted.without_draft is not None:
+        most_bytes = most_for_weights(total_bytes, utilization, can_share=len(numbers) > 1)
+        if fewest_gpus(counted.weights, most_bytes, numbers[-1:]) is None:
+            known = [(model, counted.without_draft) for model, _ in known]
     fits = ((each, fewest_gpus(each[1].weights, room_bytes, numbers)) for each in known)
     (model, found), num = next((fit for fit in fits if fit[1]), (known[-1], None))
     text = f"{found.text} {found.weights.in_all / 1e9:.1f} GB of weights{in_dtype}"

@@ -1,6 +1,7 @@
 """What the weights of the configured pair take: by its files on this machine, or by the hub."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,15 +9,14 @@ import torch
 from huggingface_hub import HfApi
 
 from outrider.engine.config import EngineConfig
-from outrider.engine.models.heads.config import HeadError, mtp_names
+from outrider.engine.models.heads.config import HeadError
 from outrider.engine.models.weight_files import holds_gguf
 from outrider.engine.ranks.choice import pair_weights
 from outrider.engine.ranks.fit import Weights
 
-from ..config.pair_settings import MTP, DraftSettings
 from ..config.settings import Settings
 from ..models.choice import choose
-from ..models.pair import model_config, text_config
+from ..models.pair import DraftError, draft_directory, model_config, text_config
 from ..models.resolve import find, is_hub_id
 from ..models.store import ModelError
 
@@ -29,12 +29,15 @@ class PairWeights(NamedTuple):
     weights: Weights
     is_least: bool = False  # whether more is whole on the first GPU: only a sum is known
     config: EngineConfig | None = None  # of a pair that is here
+    without_draft: "PairWeights | None" = None  # what is loaded if an optional draft does not fit
 
 
 def counted(settings: Settings, *, has_hub: bool) -> PairWeights | str:
     """What the pair takes; or why nobody knows: it is not here, and the hub does not say either."""
     try:
         return _by_files(settings)
+    except DraftError as error:
+        return str(error)
     except (ModelError, ValueError, OSError) as error:
         asks = has_hub and is_hub_id(settings.target.model)
         return (_by_hub(settings) if asks else None) or str(error)
@@ -43,28 +46,37 @@ def counted(settings: Settings, *, has_hub: bool) -> PairWeights | str:
 def _by_files(settings: Settings) -> PairWeights:
     """By the headers of the files of a target that is here; fetches nothing.
 
-    Raises ModelError if it is not here, ValueError or OSError if its files cannot be read.
+    Raises ModelError if it is not here, ValueError or OSError if its files cannot be read, and
+    DraftError for a draft that is named and cannot be used, unless the hub may have another.
     """
-    name = settings.target.model
+    name, named_draft = settings.target.model, settings.draft.model
     target = find(name, settings.target.revision)
     config = text_config(target, settings.target)
     settings, _ = choose(settings, target, config)
-    draft, text = None, f"{name} takes"
-    dtype = settings.target.dtype
-    if settings.speculation.has_draft_model:
-        try:
-            draft = _draft(settings.draft, target)
-            text = f"{name} and its draft, {settings.draft.model}, take"
-        except (ModelError, HeadError):
-            text = f"{name} takes, without its draft, {settings.draft.model}, which is not here,"
-    engine = EngineConfig(
+    dtype, draft = settings.target.dtype, settings.draft
+    alone = EngineConfig(
         target=model_config(target, dtype, settings.target),
-        draft=(
-            model_config(draft, settings.draft.dtype or dtype, settings.draft) if draft else None
-        ),
         device=_device(settings.target.device),
     )
-    folders = {target} | ({draft} if draft else set())
+    if not settings.speculation.has_draft_model:
+        return _taken(f"{name} takes", alone)
+    try:
+        folder = draft_directory(draft, target, config, find)
+        both = replace(alone, draft=model_config(folder, draft.dtype or dtype, draft))
+        pair = _taken(f"{name} and its draft, {draft.model}, take", both)
+    except (ModelError, HeadError, ValueError, OSError) as error:
+        if named_draft is not None and not is_hub_id(named_draft):
+            raise DraftError(f"draft.model = {named_draft!r}: {error}") from error
+        return _taken(f"the draft {draft.model} is not counted: {error}; {name} takes", alone)
+    if named_draft is not None:
+        return pair
+    text = f"the draft {draft.model} is left out, as it does not fit; {name} takes"
+    return pair._replace(without_draft=_taken(text, alone))
+
+
+def _taken(text: str, engine: EngineConfig) -> PairWeights:
+    models = [engine.target, engine.draft] if engine.draft else [engine.target]
+    folders = {Path(model.path) for model in models}
     if engine.device == "cpu" and any(map(holds_gguf, folders)):  # it keeps its width there
         files = (file for folder in folders for file in folder.glob("model*.*"))
         in_all = sum(file.stat().st_size for file in files)
@@ -77,14 +89,6 @@ def _device(named: str) -> str:
     if not torch.cuda.is_available():
         return "cpu"
     return "cuda" if named == "auto" else named
-
-
-def _draft(settings: DraftSettings, target: Path) -> Path:
-    assert settings.model is not None  # ensured by the settings
-    if settings.model != MTP:
-        return find(settings.model, settings.revision)
-    mtp_names(target)
-    return target
 
 
 def _by_hub(settings: Settings) -> PairWeights | None:

@@ -3,8 +3,9 @@
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -128,7 +129,9 @@ def _pair(
     if settings.speculation.has_draft_model:
         assert settings.draft.model is not None  # ensured by the settings
         with _naming("draft.model", settings.draft.model, DraftError):
-            draft = _draft(settings.draft, target, config, report)
+            trusts = settings.draft.trust_remote_code
+            get = partial(resolve, trust_remote_code=trusts, report=report)
+            draft = draft_directory(settings.draft, target, config, get)
             if settings.draft.model != MTP and not head_kind(draft):
                 width = text_config(draft, settings.draft).vocab_size
                 theirs = Vocabulary.of(_tokenizer(draft, settings.draft), width)
@@ -142,23 +145,21 @@ def _pair(
     return Pair(settings, target, draft, vocab_size, ids, data, token_table, vocabulary)
 
 
-def _draft(
+def draft_directory(
     settings: DraftSettings,
     target: Path,
     config: Any,
-    report: ReportProgress,
+    get: Callable[[str, str | None], Path],
 ) -> Path:
-    """The draft's directory. `config` is the target's."""
-    assert settings.model is not None
+    """The draft's directory. `config` is the target's; `get` gets that of a model and revision.
+
+    Raises ModelError or HeadError if there is none, or the draft does not fit the target.
+    """
+    assert settings.model is not None  # ensured by the settings
     if settings.model == MTP:
         _check_mtp(target, settings)
         return target
-    draft = resolve(
-        settings.model,
-        settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-        report=report,
-    )
+    draft = get(settings.model, settings.revision)
     if head_kind(draft):  # a head uses its target's tokenizer; the engine checks the rest
         _check_head(draft, config, settings)
     elif settings.attention_window is not None:

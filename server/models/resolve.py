@@ -83,7 +83,7 @@ def find(model: str, revision: str | None = None) -> Path:
     elif path.exists() or not _HUB_ID.fullmatch(model):
         return resolve(model, revision)
     else:
-        found = hub.snapshot(model, revision, cached_only=True)
+        found = _checked(hub.snapshot(model, revision, cached_only=True), model)
     if found is None:
         raise ModelError(f"{model} is not in the store; `outrider models fetch {model}` gets it")
     return found

@@ -23,7 +23,8 @@ from outrider.server.cli import app
 from outrider.server.config.server_settings import ServerSettings
 from outrider.server.config.settings_loader import load_settings
 from outrider.server.diagnosis import machine, network, weights
-from outrider.server.models.known_drafts import SUGGESTED
+from outrider.server.models import known_drafts
+from outrider.server.models.known_drafts import SUGGESTED, KnownDraft
 from outrider.server.models.resolve import resolve
 
 
@@ -381,15 +382,46 @@ def test_a_pair_that_is_here_is_counted_by_its_files(
     assert counted.weights.in_all == sum(4 * tensor.numel() for tensor in tensors.values())
     shared = sum(4 * t.numel() for name, t in tensors.items() if ".layers." in name)
     assert counted.weights.whole == counted.weights.in_all - shared
-    draft = (
-        "and its draft, mtp, take" if has_head else "takes, without its draft, mtp, which is not"
-    )
-    assert counted.text.startswith(f"{model} {draft}")
+    text = f"{model} and its draft, mtp, take"
+    if not has_head:
+        text = "the draft mtp is not counted: its files hold no MTP head"
+    assert counted.text.startswith(text)
     found = machine.pair(has_hub=False, configured=str(model), counted=counted, num_ranks=2)
     assert (found.state, "GB on the first of 2 ranks; each GPU has room" in found.text) == (
         "ok",
         True,
     )
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_draft_that_nobody_named_is_left_out_as_by_the_server(
+    is_named: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that is too large, and one that is damaged."""
+    monkeypatch.setattr(fit, "_STEP_BYTES", 0)
+    target = save_tiny_model_with_tokenizer(tmp_path / "target")
+    draft = save_tiny_model_with_tokenizer(tmp_path / "draft")
+    known = [KnownDraft(model=str(draft), num_parameters=0, family="tiny")]
+    monkeypatch.setattr(known_drafts, "KNOWN_DRAFTS", known)
+    given = [f"target.model={target}", *([f"draft.model={draft}"] if is_named else [])]
+    settings = load_settings(assignments=given, environ={})
+
+    def found(total_gb: float) -> machine.Finding:
+        gpus_of(monkeypatch, total_gb)
+        counted = weights.counted(settings, has_hub=False)
+        return machine.pair(has_hub=False, configured=str(target), counted=counted)
+
+    alone_gb = (target / "model.safetensors").stat().st_size / 1e9
+    both = f"{target} and its draft, {draft}, take"
+    assert found(2.3 * alone_gb).text.startswith(both)
+    one = found(1.5 * alone_gb)
+    left_out = f"the draft {draft} is left out, as it does not fit; {target} takes"
+    assert one.text.startswith(both if is_named else left_out)
+    assert one.state == ("note" if is_named else "ok")
+    (draft / "model.safetensors").write_bytes(b"damaged")
+    one = found(80)
+    assert f": '{draft}' cannot be used: model.safetensors is damaged" in one.text
+    assert one.state == ("note" if is_named else "ok")
 
 
 def test_a_file_of_fewer_bits_counts_as_it_is_on_a_cpu(
