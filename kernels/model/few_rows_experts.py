@@ -9,13 +9,12 @@ multiply: those of `down` while the first layer is still computed. Sums are thos
 import torch
 from torch import Tensor
 
-from .._dispatch import shared_bytes
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import TensorDescriptor, gl, gluon, hopper
 from .expert_matrix import Activation, ExpertMatrix, Glu
 from .routing import Routing
 from .silu_mul import limited_glu
-from .warpgroups import barriers_of, halves_by_eights, has_warpgroups, registers_of
+from .warpgroups import barriers_of, halves_by_eights, has_warpgroups, registers_of, stages_ahead
 
 mbarrier, tma, cp = hopper.mbarrier, hopper.tma, hopper.async_copy
 
@@ -24,7 +23,6 @@ _MOST_PAIRS = 16  # of a tile
 _INPUTS = gl.constexpr(64)  # of a stage
 _OUTS = gl.constexpr(64)  # rows of the matrix in a tile; if gated, each second eight are of `up`
 _COPY_REGISTERS = 48
-_BARRIERS = 1024  # bytes of shared memory, for barriers and what warps get to work with
 
 # Devices on which it does not work; `experts_trial` finds them.
 failed: set[torch.device] = set()
@@ -75,24 +73,16 @@ def few_rows_of_experts(
     # an H200.
     programs = 3 if glu and rows == 8 else 4
     at_start, _ = registers_of(1, _COPY_REGISTERS, programs)
-    num_stages = num_in // _INPUTS.value
+    num_stages, stage_bytes = num_in // _INPUTS.value, 2 * _INPUTS.value * (_OUTS.value + rows)
     _few_rows_of_plain_experts_kernel[(num_tiles * (layer.num_out // _OUTS.value),)](
         out, x, routing.weights, *routing.tiles, weights, layer.bias,
         *(glu or (0.0, 0.0, 0.0)), num_rows, num_out, x.stride(0), layer.num_experts, num_stages,
         TOP_K=top_k, GATED=glu is not None, SIZE=size, ROWS=rows,
-        STAGES=_num_stages(num_stages, rows, programs, device), WARPS=(1,),
+        STAGES=stages_ahead(num_stages, stage_bytes, programs, device), WARPS=(1,),
         REGISTERS=(_COPY_REGISTERS,), num_warps=4, maxnreg=at_start,
         enable_fp_fusion=False,  # as of many rows
         **dependent_launch(device),
     )  # fmt: skip
-
-
-def _num_stages(num_stages: int, rows: int, programs: int, device: torch.device) -> int:
-    """How many stages are copied ahead: all `num_stages`, or as many as shared memory holds."""
-    stage: int = 2 * _INPUTS.value * (_OUTS.value + rows)
-    # A multiprocessor takes a kilobyte for itself, for each program.
-    num_bytes = (shared_bytes(device) + 1024) // programs - 1024 - _BARRIERS
-    return min(num_stages, num_bytes // stage)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._dispatch import num_programs, shared_bytes
+from .._dispatch import num_programs
 from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inputs
 from ..triton_or_none import TensorDescriptor, gl, gluon, hopper, triton
 from .e2m1 import scaled_from_e2m1, unscaled
@@ -20,7 +20,7 @@ from .narrow_matrix import NarrowMatrix
 from .narrow_numbers import in_order_by_warp
 from .routing import Routing
 from .silu_mul import limited_glu
-from .warpgroups import barriers_of, halves_by_eights, has_warpgroups, registers_of
+from .warpgroups import barriers_of, halves_by_eights, has_warpgroups, registers_of, stages_ahead
 
 mbarrier, tma, cp = hopper.mbarrier, hopper.tma, hopper.async_copy
 
@@ -32,7 +32,6 @@ _GROUPS = gl.constexpr(8)  # of a stage, which share a scale
 _OUTS = gl.constexpr(64)  # of a warpgroup
 _HALF = gl.constexpr(32)  # of a warpgroup; if gated, the second half is of `up`
 _COPY_REGISTERS = 48
-_BARRIERS = 1024  # bytes of shared memory, for barriers and what warps get to work with
 
 
 class _Tiling(NamedTuple):
@@ -99,25 +98,18 @@ def few_rows_of_experts(
     )  # fmt: skip
     registers, own = registers_of(tiles, _COPY_REGISTERS, tiling.programs)
     num_stages = triton.cdiv(matrix.num_in, _INPUTS.value)
+    stage_bytes = tiles * _OUTS.value * (4 * _WORDS.value + _GROUPS.value)
+    stage_bytes += 2 * _INPUTS.value * rows
     _few_rows_of_experts_kernel[(num_tiles * triton.cdiv(layer.num_out, tiles * _OUTS.value),)](
         out, x, routing.weights, *routing.tiles, codes, scale, layer.bias,
         *(glu or (0.0, 0.0, 0.0)), num_rows, num_out, x.stride(0), layer.num_experts, num_stages,
         TOP_K=top_k, NUM_IN=matrix.num_in, GATED=glu is not None, SIZE=size, ROWS=rows,
-        TILES=tiles, STAGES=_num_stages(num_stages, rows, tiling, device),
+        TILES=tiles, STAGES=stages_ahead(num_stages, stage_bytes, tiling.programs, device),
         WARPS=(4,) * (tiles - 1) + (max(1, rows // 16),),
         REGISTERS=(own,) * (tiles - 1) + (_COPY_REGISTERS,), num_warps=4, maxnreg=registers,
         enable_fp_fusion=False,  # as of many rows
         **dependent_launch(device),
     )  # fmt: skip
-
-
-def _num_stages(num_stages: int, rows: int, tiling: _Tiling, device: torch.device) -> int:
-    """How many stages are copied ahead: all `num_stages`, or as many as shared memory holds."""
-    stage: int = tiling.tiles * _OUTS.value * (4 * _WORDS.value + _GROUPS.value)
-    stage += 2 * _INPUTS.value * rows
-    # A multiprocessor takes a kilobyte for itself, for each program.
-    num_bytes = (shared_bytes(device) + 1024) // tiling.programs - 1024 - _BARRIERS
-    return min(num_stages, num_bytes // stage)
 
 
 @gluon.jit

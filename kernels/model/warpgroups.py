@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .._dispatch import is_hopper
+from .._dispatch import is_hopper, shared_bytes
 from ..compiling import compile_together
 from ..triton_or_none import HAS_GLUON, TensorDescriptor, gl, gluon, hopper, triton
 
@@ -64,6 +64,16 @@ def registers_of(num_warpgroups: int, copying: int, programs: int = 1) -> tuple[
     warps = 4 * num_warpgroups + 4  # those that copy count as four
     at_start = min(168, 2048 // (programs * warps) // 8 * 8)
     return at_start, (at_start * warps - 4 * copying) // (4 * num_warpgroups) // 8 * 8
+
+
+def stages_ahead(num_stages: int, stage_bytes: int, programs: int, device: torch.device) -> int:
+    """How many stages are copied ahead: all, or as many as shared memory holds, if so many
+    programs share a multiprocessor.
+    """
+    # Of each program a kilobyte is for the multiprocessor itself, and one for barriers and what
+    # warps get to work with.
+    num_bytes = (shared_bytes(device) + 1024) // programs - 2048
+    return min(num_stages, num_bytes // stage_bytes)
 
 
 def shared_out(num_tiles: int, num_splits: int, num_sms: int, most: int) -> tuple[int, int]:

@@ -62,7 +62,7 @@ def with_stages(monkeypatch: pytest.MonkeyPatch, most: int, seed: int = 0) -> No
     """In plain torch, with at most so many stages."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr(module, NAME, Kernel(None, seed, NAME))
-    monkeypatch.setattr(module, "_num_stages", lambda num, *_: min(num, most))
+    monkeypatch.setattr(module, "stages_ahead", lambda num, *_: min(num, most))
 
 
 # Rows, outputs, inputs, stages: one that is never filled again, and some that are, among them.

@@ -26,6 +26,7 @@ from verification import DEVICE
 
 from outrider.kernels.model import experts_trial as trial
 from outrider.kernels.model import mxfp4_few_rows as module
+from outrider.kernels.model import warpgroups
 from outrider.kernels.model.expert_matrix import RELU_SQUARED, ExpertMatrix
 from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.mxfp4_few_rows import few_rows_of_experts
@@ -71,7 +72,7 @@ def with_tiling(
         monkeypatch.setattr(module, NAME, Kernel(None, seed, NAME))
     monkeypatch.setattr(module, "_tiling", lambda *_: module._Tiling(tiles, 1))
     if stages is not None:
-        monkeypatch.setattr(module, "_num_stages", lambda num, *_: min(num, stages))
+        monkeypatch.setattr(module, "stages_ahead", lambda num, *_: min(num, stages))
 
 
 # Rows, the size of tiles, outputs, inputs, tiles of outputs in a program, stages: inputs that are
@@ -177,7 +178,7 @@ def test_the_trial_takes_every_form_and_fills_stages_again(
 
     monkeypatch.setattr(module, NAME, Noted())
     monkeypatch.setattr(module, "_tiling", noted)
-    monkeypatch.setattr(module, "shared_bytes", lambda _: 232_448)
+    monkeypatch.setattr(warpgroups, "shared_bytes", lambda _: 232_448)
     for place in (module, trial):
         monkeypatch.setattr(place, "num_programs", lambda _, per_sm: 132 * per_sm)
     tried()
