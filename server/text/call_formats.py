@@ -1,7 +1,6 @@
 """The formats in which families of models write tool calls and reasoning, as data."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -246,16 +245,10 @@ def shown_format(chat_template: str, model_type: str) -> str | None:
     """The name of the first format whose marks are all in the template; else that of the model's
     type.
     """
-    return _first(
-        name
-        for name, f in CALL_FORMATS.items()
-        if all(mark in chat_template for mark in f.shown_by)
-    ) or _first(name for name, f in CALL_FORMATS.items() if model_type in f.model_types)
+    shown = [n for n, f in CALL_FORMATS.items() if all(m in chat_template for m in f.shown_by)]
+    typed = [name for name, f in CALL_FORMATS.items() if model_type in f.model_types]
+    return next(iter(shown + typed), None)
 
 
 def shown_thoughts(chat_template: str) -> Thoughts | None:
     return next((t for t in THOUGHTS if any(mark in chat_template for mark in t.shown_by)), None)
-
-
-def _first(names: Iterable[str]) -> str | None:
-    return next(iter(names), None)

@@ -10,7 +10,7 @@ import re
 
 from .call_stream import MAX_HEAD_CHARS, CallArguments, CallStart, start_of_tail
 from .message_parser import MessageParser, MessagePart, Text
-from .tool_calls import Tools, calls_of_field
+from .tool_calls import Tools
 
 START, MESSAGE = "<|start|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", START, "<|channel|>")
@@ -29,7 +29,7 @@ class HarmonyParser(MessageParser):
     """
 
     def __init__(self, prompt: str, tools: Tools) -> None:
-        super().__init__(tools, calls_of_field)
+        super().__init__(tools)
         self._in_header = True
         self._unread = ""
         self._is_reasoning = False

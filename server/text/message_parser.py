@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Any
 
 from .call_formats import CallFormat, Thoughts
 from .call_stream import (
@@ -21,7 +20,7 @@ from .call_stream import (
     start_of_tail,
 )
 from .literal_calls import LiteralCallStream
-from .tool_calls import NOT_A_CALL, ToolCall, Tools, between, calls_of_field, json_calls
+from .tool_calls import NOT_A_CALL, ToolCall, Tools, between, json_calls
 
 REASONING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 
@@ -54,13 +53,8 @@ class MessageParser(ABC):
     if it is cut off. The work is proportional to the text.
     """
 
-    def __init__(
-        self,
-        tools: Tools,
-        calls: Callable[[Any, Tools], list[ToolCall]],
-    ) -> None:
+    def __init__(self, tools: Tools) -> None:
         self._tools = tools
-        self._calls = calls
         self.num_read = 0  # characters whose kind is known
         # Where reasoning begins and ends, including its markers; the last span may be open.
         self.reasoning: list[tuple[int, float]] = []
@@ -80,10 +74,10 @@ class MessageParser(ABC):
     def _end_reasoning(self, at: int) -> None:
         self.reasoning[-1] = (self.reasoning[-1][0], at)
 
-    def _called(self, value: Any, written: str) -> list[MessagePart]:
-        """The calls in `value`; without any, `written` is content."""
+    def _called(self, read: Callable[[], list[ToolCall]], written: str) -> list[MessagePart]:
+        """The calls that `read` returns; if it raises, `written` is content."""
         try:
-            calls = self._calls(value, self._tools)
+            calls = read()
         except NOT_A_CALL:
             return self._content(written)
         self._blanks, self._after_call = [], True
@@ -125,7 +119,7 @@ class MarkerParser(MessageParser):
         begun: bool,
         calls_are_json: bool = False,
     ) -> None:
-        super().__init__(tools, partial(json_calls, form) if form else calls_of_field)
+        super().__init__(tools)
         self._form = form
         self._calls_are_json = calls_are_json
         self._open = form.open if form else ()
@@ -271,7 +265,8 @@ class MarkerParser(MessageParser):
         if stream is None or not stream.begun:
             # The first call of an answer may be none; another one has been cut off.
             is_cut_off = self._after_call and not marker and may_become_call(self._form, written)
-            return [] if is_cut_off else self._called(written, written + marker)
+            read = partial(json_calls, self._form, written, self._tools)
+            return [] if is_cut_off else self._called(read, written + marker)
         self._blanks, self._after_call = [], True
         if not marker and (stream.is_open or may_become_call(self._form, stream.rest)):
             return parts
@@ -279,7 +274,7 @@ class MarkerParser(MessageParser):
         rest = rest[between(self._form).match(rest).end() :]  # type: ignore[union-attr]  # matches anything
         is_marker = any(mark.startswith(rest) for mark in self._form.markers)  # cut off
         if rest.rstrip(_SEPARATORS) and not is_marker:
-            parts += self._called(rest, rest)
+            parts += self._called(partial(json_calls, self._form, rest, self._tools), rest)
         return parts
 
     def _content(self, text: str) -> list[MessagePart]:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable
 from .call_stream import MAX_HEAD_CHARS, CallArguments, CallStart
 from .message_parser import MessageParser, MessagePart, Text
 from .tokenizer import INCOMPLETE
-from .tool_calls import calls_of_field
 
 
 class MessageReader:
@@ -102,7 +101,7 @@ class RawCall(MessageParser):
     """Reads answers that are, as a whole, the argument of one call."""
 
     def __init__(self, name: str) -> None:
-        super().__init__({}, calls_of_field)
+        super().__init__({})
         self._name = name
         self._begun = False
 

@@ -7,6 +7,7 @@ delimiter is searched for once, within a bounded part of it.
 import json
 import logging
 import math
+from functools import partial
 from typing import Any
 
 import regex
@@ -42,7 +43,7 @@ class TemplateParser(MessageParser):
     """
 
     def __init__(self, template: dict[str, Any], prompt: str, tools: Tools) -> None:
-        super().__init__(tools, calls_of_field)
+        super().__init__(tools)
         self._parser: ResponseParser | None = ResponseParser(
             template,
             prefix=prompt,
@@ -132,7 +133,8 @@ class TemplateParser(MessageParser):
             self._num_call_chars += len(event["text"])
         elif field == _CALLS and kind == "region_close":
             written, self._call, self._num_call_chars = "".join(self._call), [], 0
-            return self._called(event["value"], written + ("" if ended else self._close))
+            read = partial(calls_of_field, event["value"])
+            return self._called(read, written + ("" if ended else self._close))
         elif kind == "region_chunk" and field in REASONING_FIELDS:
             return [Text(event["text"], reasoning=True, end=self.num_read)]
         elif kind == "region_chunk" and field == "content":

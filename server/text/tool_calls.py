@@ -45,7 +45,7 @@ def _call(given: Any) -> ToolCall:
     raise ValueError("not a call")
 
 
-def calls_of_field(value: Any, tools: Tools) -> list[ToolCall]:
+def calls_of_field(value: Any) -> list[ToolCall]:
     """The calls in a field that a response template has read."""
     values = value if isinstance(value, list) else [value]
     return [

@@ -29,6 +29,7 @@ from outrider.server.base.content import TextPart, text_of
 from outrider.server.text import (
     call_formats,
     call_stream,
+    message_parser,
     response_template,
     tool_calls,
 )
@@ -185,8 +186,11 @@ def test_taking_an_answer_apart(monkeypatch: pytest.MonkeyPatch, name: Any, size
                 "", tools_by_name([WEATHER])
             )
             parser._pattern = CountedPattern(parser._pattern, work)
-            calls = parser._calls
-            parser._calls = lambda value, tools: calls(work.text(value), tools)
+            patch.setattr(
+                message_parser,
+                "json_calls",
+                lambda form, text, tools: tool_calls.json_calls(form, work.text(text), tools),
+            )
             for piece in pieces_of(text, size):
                 parser.push(work.text(piece))
             parser.flush()
