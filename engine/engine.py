@@ -230,11 +230,13 @@ class Engine:
                 )
         self.sequences.check_room(len(requests))  # before a process is started for a grammar
         rule = self._config.speculation.verification
-        queued = [Request(new, eos_token_ids, rule) for new in requests]
-        for request in queued:
+        queued = []
+        for new in requests:
+            is_edited = self.worker.edits.are_asked_by(new.params)
+            request = Request(new, eos_token_ids, rule, is_edited=is_edited)
             request.logits_processors = self._processors.build(request.params)
             request.needs_host = self.worker.edits.need_host(request.params)
-            request.is_edited = self.worker.edits.are_asked_by(request.params)
+            queued.append(request)
         try:
             for request in queued:
                 if self._grammars is not None and request.params.grammar is not None:

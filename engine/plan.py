@@ -241,12 +241,6 @@ def wants_of(scheduled: list[ScheduledRequest]) -> Wants:
     return Wants(*map(any, zip(*each, strict=True)))
 
 
-def sampling_kind(scheduled: list[ScheduledRequest]) -> tuple[bool, bool]:
-    """The SAMPLING_KINDS entry of these sequences."""
-    filters, draws, *_ = wants_of(scheduled)
-    return filters, draws
-
-
 def slots_of(scheduled: list[ScheduledRequest]) -> np.ndarray:
     """[B], batch_idx -> slot."""
     return np.array([s.slot for s in scheduled], dtype=np.int64)

@@ -17,6 +17,7 @@ class Wants(NamedTuple):
 
     filters: bool
     draws: bool
+    edits: bool  # its logits
     logprobs: bool
     drafts: bool  # to be returned
 
@@ -29,8 +30,10 @@ class Request:
         new: NewRequest,
         eos_token_ids: tuple[int, ...] = (),
         verification: Verification = "block",
+        *,
+        is_edited: bool = False,
     ) -> None:
-        """`verification` is the rule if the request names none."""
+        """`verification` is the rule if the request names none; `is_edited`: its logits are."""
         self.request_id = new.request_id
         self.params: SamplingParams = new.params
         self.verification: Verification = new.params.verification or verification
@@ -46,6 +49,7 @@ class Request:
         self.wants = Wants(
             new.params.is_filtered,
             new.params.temperature > 0,
+            is_edited,
             new.params.logprobs is not None,
             new.returns_drafts,
         )
@@ -53,7 +57,6 @@ class Request:
         self.logits_processors: list[tuple[str, LogitsProcessor]] = []
         # Whether the host must know all its tokens before anything is drafted for it.
         self.needs_host = False
-        self.is_edited = False  # whether its logits are
         self.edit_error: str | None = None  # why its logits could not be edited
         self.slot: int | None = None  # its row of the device state, while it runs
 

@@ -270,7 +270,6 @@ class Worker:
             source.capture(report)
         self.verifier.capture(logits)
 
-    @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:
         """Draft and score, counting from the tokens that the device knows when this runs there."""
         if plan.follows_another:
@@ -290,7 +289,6 @@ class Worker:
             scored = self.scorer.score(plan)
         return LaunchedStep(plan, scored, drafting_s, begin, drafted)
 
-    @torch.inference_mode()
     def verify(self, step: LaunchedStep) -> None:
         """Verify the drafts, and add the drawn tokens to those the device knows.
 

@@ -2,9 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from ctypes import addressof, c_int32
-from operator import is_
 
 import torch
 from torch import Tensor
@@ -83,7 +81,8 @@ class CompiledDecoder(Decoder):
         for described, layer in zip(self._layers, layers, strict=True):
             for name, value in layer.layer.items():
                 setattr(described, name, self._field(value))
-        self._bound: list[object] = []
+        self._attentions = super().attentions
+        self._layer_of = {id(a): i for i, a in enumerate(self._attentions)}
         self._num_positions = 0  # positions in the layers' tables of cos and sin
         self._decoder = cpu.DecoderStruct(
             addressof(self._layers),
@@ -96,6 +95,19 @@ class CompiledDecoder(Decoder):
             pointer(None if tokens is None else tokens.target_ids, torch.int64),
             pointer(None if tokens is None else tokens.read_as, torch.int64),
         )
+
+    @property
+    def attentions(self) -> list[PagedAttention]:
+        return self._attentions
+
+    def bind_layer(self, layer: PagedAttention, num_pages: int, page_size: int) -> None:
+        super().bind_layer(layer, num_pages, page_size)
+        keys, values = layer.bound_pages
+        assert keys.dtype in (torch.float32, torch.bfloat16)
+        described = self._layers[self._layer_of[id(layer)]]
+        described.keys, described.values = pointer(keys, keys.dtype), pointer(values, keys.dtype)
+        self._decoder.shape.cache_is_bf16 = keys.dtype == torch.bfloat16
+        self._decoder.shape.page_size = page_size
 
     @property
     def input_embedding(self) -> Tensor:
@@ -115,7 +127,6 @@ class CompiledDecoder(Decoder):
     def __call__(self, batch: ForwardBatch) -> Pass:
         rows = batch.rows
         num_rows, num_logits = len(batch.input_ids), len(batch.logits_rows)
-        self._bind(self.attentions)
         if num_rows:
             self._reach(int(rows.positions.max()) + 1)
         given, computed = self._given(
@@ -165,7 +176,6 @@ class CompiledDecoder(Decoder):
         The call goes on for up to `num_later` positions after each sequence's rows.
         """
         slots = self._slots
-        self._bind(self.attentions)
         known = slots.num_tokens.tolist()
         ends = [known[slot] + first + num for slot, first, num, _ in batch.sequences_np.T.tolist()]
         self._reach(max(ends, default=0) + num_later)
@@ -227,19 +237,6 @@ class CompiledDecoder(Decoder):
     def _kept(self, tensor: Tensor) -> Tensor:
         self._held.append(tensor.float().contiguous())
         return self._held[-1]
-
-    def _bind(self, attentions: Sequence[PagedAttention]) -> None:
-        """Point the layers to their pages, if these have changed."""
-        bound: list[object] = [attention.bound_pages for attention in attentions]
-        if len(bound) == len(self._bound) and all(map(is_, bound, self._bound)):
-            return
-        self._bound = bound
-        for layer, attention in zip(self._layers, attentions, strict=True):
-            keys, values = attention.bound_pages
-            layer.keys, layer.values = pointer(keys, keys.dtype), pointer(values, keys.dtype)
-        assert keys.dtype in (torch.float32, torch.bfloat16)
-        self._decoder.shape.cache_is_bf16 = keys.dtype == torch.bfloat16
-        self._decoder.shape.page_size = keys.shape[1]
 
     def _reach(self, num_positions: int) -> None:
         """Extend the layers' tables of cos and sin to at least this many positions."""

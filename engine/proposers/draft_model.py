@@ -12,7 +12,7 @@ from ..api import ReportProgress
 from ..logit_edits import LogitEdits
 from ..models.compiled_decoder import CompiledDecoder
 from ..models.network import Network, Pass
-from ..plan import Plan, ScheduledRequest, sampling_kind, slots_of
+from ..plan import Plan, ScheduledRequest, slots_of, wants_of
 from ..request import Request
 from ..state.batch import HostBatch
 from ..state.slots import Slots
@@ -76,18 +76,17 @@ class DraftModel(Source):
         reading = self._missed(plan, wanted)
         if not reading:
             return {}
-        counts_np = np.array([each.num_drafts for each in reading])
         batch = HostBatch.build(
-            slots_of([each.scheduled for each in reading]),
-            np.array([each.start for each in reading]),
-            np.array([each.num_rows for each in reading]),
-            (counts_np > 0).astype(np.int64),
+            [each.scheduled.slot for each in reading],
+            [each.start for each in reading],
+            [each.num_rows for each in reading],
+            [int(each.num_drafts > 0) for each in reading],
         )
         drafting = [each.scheduled for each in reading if each.num_drafts > 0]
-        counts_np = counts_np[counts_np > 0]
+        counts_np = np.array([each.num_drafts for each in reading if each.num_drafts > 0])
         if not drafting:
             self._draft.forward(batch)
-        elif self._is_compiled and not self._edits.asked_by(slots_of(drafting)).any():
+        elif self._is_compiled and not wants_of(drafting).edits:
             counts_np = self._draft_in_one_call(drafting, counts_np, batch)
         else:
             counts_np = self._draft_pass_by_pass(drafting, counts_np, batch)
@@ -145,14 +144,13 @@ class DraftModel(Source):
         does it, which knows no logit edits.
         """
         assert isinstance(self._draft, CompiledDecoder)
-        _, draws = sampling_kind(drafting)
         drafts = cpu.LinesOfDrafts(
             self._slots.state,
             slots_of(drafting),
             counts_np,
             np.array([scheduled.least_chance for scheduled in drafting]),
             self._slots.vocab_size,
-            self.draws.kept(draws),
+            self.draws.kept(wants_of(drafting).draws),
         )
         self._draft.draft_in_slots(batch, drafts)
         return drafts.counts_np

@@ -13,7 +13,7 @@ from outrider.kernels.verify.verify import draw_draft
 
 from ..logit_edits import LogitEdits, RequestRows
 from ..models.network import PagedLayers
-from ..plan import DRAFTING_KINDS, ScheduledRequest, sampling_kind, slots_of
+from ..plan import DRAFTING_KINDS, ScheduledRequest, slots_of, wants_of
 from ..state.host_copy import uploaded
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP, aligned
@@ -125,7 +125,7 @@ class Draws:
         own probabilities.
         Shape: wanted_np [N] -> [N].
         """
-        slots_np, kind = slots_of(scheduled), sampling_kind(scheduled)
+        slots_np, wants = slots_of(scheduled), wants_of(scheduled)
         least_np = np.array([s.least_chance for s in scheduled])
         looks = self.stops_early and least_np.any()
         num_drawn_np, chance_np = np.zeros_like(wanted_np), np.ones(len(scheduled))
@@ -139,11 +139,11 @@ class Draws:
                 if len(kept_np) == 0:
                     break
                 seqs_np, logits = seqs_np[kept_np], logits[uploaded(kept_np, logits.device)]
-            edited_np = self._edits.asked_by(slots_np[seqs_np])
-            if needs_host := self._edits.needing_host(slots_np[seqs_np]).any():
-                logits = self._edited(logits, slots_np[seqs_np], j)
-            drafting_kind = (*kind, bool(edited_np.any() and not needs_host))
-            token_ids = self._draw_each(slots_np[seqs_np], j, drafting_kind, logits)
+            edits = wants.edits and bool(self._edits.asked_by(slots_np[seqs_np]).any())
+            if edits and self._edits.needing_host(slots_np[seqs_np]).any():
+                logits, edits = self._edited(logits, slots_np[seqs_np], j), False
+            kind = wants.filters, wants.draws, edits
+            token_ids = self._draw_each(slots_np[seqs_np], j, kind, logits)
             num_drawn_np[seqs_np] += 1
             goes_on_np = wanted_np[seqs_np] > j + 1
             if looks and confidence is None and goes_on_np.any():

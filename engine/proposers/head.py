@@ -19,7 +19,7 @@ from ..api import ReportProgress
 from ..logit_edits import LogitEdits
 from ..models.heads.head import Head
 from ..models.network import Network, Pass
-from ..plan import DRAFTING_KINDS, Plan, ScheduledRequest, sampling_kind, slots_of
+from ..plan import DRAFTING_KINDS, Plan, ScheduledRequest, slots_of, wants_of
 from ..state.phase import Phase, Shape, padded_sizes
 from ..state.ragged import NONE_NP
 from ..state.slots import Slots
@@ -136,8 +136,8 @@ class HeadSource(Source):
     def _together(self, scheduled: list[ScheduledRequest], num_drafts_np: np.ndarray) -> np.ndarray:
         """Draw all drafts on the device; returns their numbers. Shape: [N] -> [N]."""
         slots_np, k = slots_of(scheduled), int(num_drafts_np[0])
-        kind = *sampling_kind(scheduled), bool(self._edits.asked_by(slots_np).any())
-        shape = self._drafts.padded((len(scheduled), k, *kind))
+        filters, draws, edits, *_ = wants_of(scheduled)
+        shape = self._drafts.padded((len(scheduled), k, filters, draws, edits))
         self._drafts(self._drafter.pack(slots_np, num_drafts_np, *shape[:2]), shape)
         return num_drafts_np
 

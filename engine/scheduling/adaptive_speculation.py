@@ -159,8 +159,8 @@ class AdaptiveSpeculation:
         self.k = choice.k
         if ks == {0}:
             return [0] * len(owns)
-        chances_np = self._chances(owns)
         if len(ks) > 1:
+            chances_np = self._chances(owns)
             # Prompts cost what they cost: what drafts add to it must bring as much as ever.
             batch = batch._replace(num_rows=batch.num_rows + num_prompt_rows)
             least = (MIN_GAIN - 1) * num_seqs  # tokens that another k than usual must bring
@@ -176,9 +176,9 @@ class AdaptiveSpeculation:
                 choice = choice._replace(k=self._max_k)
             self.k = max(self.k, choice.k)
         elif batch != self._batch and self._batch is not None:
-            choice = self._again(choice, self._batch, batch, chances_np)
+            choice = self._again(choice, self._batch, batch, self._chances(owns))
         if not self._ranks:
-            return self._shares(choice, chances_np)
+            return self._shares(choice, owns)
         is_cut = choice.num_drafts < choice.k * len(owns)
         may_cut = is_cut or self._may_cut(choice.k, batch)
         if is_cut or (may_cut and self._age == 0):  # ranking takes time, too
@@ -371,16 +371,16 @@ class AdaptiveSpeculation:
             for count in (most, *counts)
         ]
 
-    def _shares(self, choice: Choice, chances_np: np.ndarray) -> list[int]:
+    def _shares(self, choice: Choice, owns: Sequence[OwnAcceptance]) -> list[int]:
         """How many of a step's drafts each sequence gets: the likeliest are made. Among equal ones
-        an earlier draft of a sequence comes first. Shape: chances_np [S, max_k] -> [S].
+        an earlier draft of a sequence comes first. Shape: owns [S] -> [S].
         """
-        num_seqs, depth = len(chances_np), choice.k
+        num_seqs, depth = len(owns), choice.k
         if self._stops_early:  # the best k is less, and what follows it is decided while drafting
             depth = -(-choice.num_drafts // num_seqs)
         if choice.num_drafts == depth * num_seqs:
             return [choice.k] * num_seqs
-        falling_np = np.argsort(-chances_np[:, :depth].T.ravel(), kind="stable")
+        falling_np = np.argsort(-self._chances(owns)[:, :depth].T.ravel(), kind="stable")
         counts_np = np.bincount(falling_np[: choice.num_drafts] % num_seqs, minlength=num_seqs)
         if self._stops_early:
             counts_np = np.where(counts_np > 0, choice.k, 0)

@@ -170,7 +170,7 @@ class Drafting:
             request = scheduled.request
             if scheduled.wish is not None or request.params.num_speculative_tokens is not None:
                 continue
-            has_known_rows = request.is_edited or request.wants.logprobs
+            has_known_rows = request.wants.edits or request.wants.logprobs
             if scheduled.max_drafts == 0 or has_known_rows or scheduled.num_prompt_logits:
                 num_kept += scheduled.max_drafts
             else:

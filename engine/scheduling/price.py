@@ -46,13 +46,9 @@ class Price:
         self._drafting: dict[int, float] = {}  # their medians
         # Of the latest usual steps: what they are counted as, and seconds for a cost of 1.
         self._paces: deque[tuple[StepSize, float]] = deque(maxlen=NUM_TIMES)
+        self.pace_s = 0.0  # their median: seconds of a step that costs 1
         # What a step with looked-up drafts costs besides their rows, however few they are.
         self.of_lookups = 0.0
-
-    @property
-    def pace_s(self) -> float:
-        """Seconds of a step that costs 1."""
-        return median([pace_s for _, pace_s in self._paces]) if self._paces else 0.0
 
     def knows(self, num_seqs: int, num_rows: int | None = None) -> bool:
         """Whether steps of about this size were timed; None: with any number of rows."""
@@ -117,24 +113,25 @@ class Price:
         `elapsed_s` is None if the step did more than decode. Steps that are usual set the pace,
         once their cost is known. So no cost is 0.
         """
-        if num_drafts and self._paces:
+        if num_drafts and self.pace_s:
             seqs, _ = self._place(num_seqs, num_seqs)
             self._observe_drafting(seqs, drafting_s / num_drafts / self.pace_s)
         rows_s = 0.0 if elapsed_s is None else elapsed_s - drafting_s
         if rows_s <= 0.0:  # also where the step before was read late, when this one had drafted
             return
         if looks_up:
-            if self._paces:
+            if self.pace_s:
                 extra = max(0.0, rows_s / self.pace_s - self.of(num_seqs, num_rows))
                 self.of_lookups += EXTRA_WEIGHT * (extra - self.of_lookups)
             return
         self.of_lookups *= EXTRA_KEPT  # if they were too dear, try them again
         place, pace_s = self._place(num_seqs, num_rows), self.pace_s or rows_s
         sets_pace = is_usual and self.knows(num_seqs, num_rows)
-        if sets_pace or not self._paces:
+        if sets_pace or not self.pace_s:
             self._paces.append(
                 (place, rows_s / (self.of(num_seqs, num_rows) if sets_pace else 1.0))
             )
+            self.pace_s = median([pace_s for _, pace_s in self._paces])
         if not sets_pace or sum([other != place for other, _ in self._paces]) > NUM_TIMES // 2:
             self._observe_rows(num_seqs, num_rows, rows_s / pace_s)
 

@@ -1,11 +1,10 @@
 """The target's pass over a step: it scores every draft at once."""
 
-import numpy as np
 import torch
 
 from ..api import MAX_LOGPROBS
 from ..models.network import Network, Pass
-from ..plan import MAX_PROMPT_LOGITS, Plan, slots_of
+from ..plan import MAX_PROMPT_LOGITS, Plan
 from ..state.batch import HostBatch
 from .logprobs import gather, score_prompts
 
@@ -40,19 +39,17 @@ class Scorer:
         Also starts copying to the host the prompt logprobs that this step scores.
         """
         scheduled, chosen = plan.scheduled, plan.chosen
-        num_logits_np = np.array(
-            [s.num_prompt_logits + (s.num_drafts + 1 if s.emits else 0) for s in scheduled]
-        )
         batch = HostBatch.build(
-            slots_of(scheduled),
-            np.array([s.start for s in scheduled]),
-            np.array([s.num_new_tokens + s.num_drafts for s in scheduled]),
-            num_logits_np,
+            [s.slot for s in scheduled],
+            [s.start for s in scheduled],
+            [s.num_new_tokens + s.num_drafts for s in scheduled],
+            [s.num_prompt_logits + (s.num_drafts + 1 if s.emits else 0) for s in scheduled],
             None if chosen is None else chosen.counts,
             0 if chosen is None else chosen.num_drafts,
         )
         scored = self._target.forward(batch)
         if plan.num_prompt_logits:
+            num_logits_np = batch.sequences_np[3].copy()
             if chosen is not None:  # behind all rows that score prompts
                 num_logits_np[-1] += chosen.num_drafts
             logits = score_prompts(plan, scored.logits, num_logits_np, self._vocab_size)

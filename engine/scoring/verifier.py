@@ -97,8 +97,10 @@ class Verifier:
             slot = uploaded(slots_np, self._slots.device)
             drafts = [self._slots.state.drafts(slot, self._slots.max_drafts)]
         kind = wants.filters, wants.draws
-        edited_np = self._edits.asked_by(slots_np)
-        if edited_np.any():  # of a sequence that has ended, the host has forgotten what it needs
+        edited_np = NONE_NP
+        if wants.edits:
+            edited_np = self._edits.asked_by(slots_np)
+            # Of a sequence that has ended, the host has forgotten what it needs.
             is_void_np = np.array([s.is_void for s in emitting])
             edited_np &= ~(is_void_np & self._edits.needing_host(slots_np))
         if not edited_np.any():

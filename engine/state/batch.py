@@ -1,5 +1,6 @@
 """One ragged batch: token ranges of several sequences, flattened for one forward pass."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,21 +32,21 @@ class HostBatch:
 
     @staticmethod
     def build(
-        slots_np: np.ndarray,
-        starts_np: np.ndarray,
-        query_lens_np: np.ndarray,
-        num_logits_np: np.ndarray,
+        slots: Sequence[int] | np.ndarray,
+        starts: Sequence[int] | np.ndarray,
+        query_lens: Sequence[int] | np.ndarray,
+        num_logits: Sequence[int] | np.ndarray,
         more: Tensor | None = None,
         num_more: int = 0,
     ) -> "HostBatch":
         """Rows for positions `starts[i] : starts[i] + query_lens[i]` of each sequence.
 
-        Arrays: [B]. The last `num_logits[i]` rows of sequence i get logits. `num_more` is the sum
+        [B] each. The last `num_logits[i]` rows of sequence i get logits. `num_more` is the sum
         of `more`.
         """
-        sequences_np = np.array((slots_np, starts_np, query_lens_np, num_logits_np), dtype=np.int64)
-        _, _, num_rows, num_logits = sequences_np.sum(1).tolist()
-        shape = len(slots_np), num_rows + num_more, num_logits + num_more
+        sequences_np = np.array((slots, starts, query_lens, num_logits), dtype=np.int64)
+        _, _, num_rows, num_with_logits = sequences_np.sum(1).tolist()
+        shape = len(slots), num_rows + num_more, num_with_logits + num_more
         return HostBatch(sequences_np, shape, more)
 
     @staticmethod

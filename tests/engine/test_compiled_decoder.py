@@ -10,7 +10,7 @@ from tiny_models import DEVICE
 from torch import Tensor
 from verification import HAS_KERNELS
 
-from outrider.engine.models.attention import ForwardBatch, KVPages, PagedAttention, Rope
+from outrider.engine.models.attention import ForwardBatch, PagedAttention, Rope
 from outrider.engine.models.blocks import Block
 from outrider.engine.models.compiled_decoder import CompiledDecoder, can_compile
 from outrider.engine.models.decoder import Decoder
@@ -87,8 +87,9 @@ def logits(
 ) -> Tensor:
     """Of all tokens, by slot and position. Shape: token_ids [S, T] -> [S, T, V]."""
     for layer in network.attentions:
-        shape = int(table.max()) + 1, page_size, layer.num_kv_heads, layer.head_dim
-        layer.pages = KVPages(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+        network.bind_layer(layer, int(table.max()) + 1, page_size)
+        for pages in layer.bound_pages:
+            pages.fill_(torch.nan)
     out = torch.full((*token_ids.shape, network.vocab_size), torch.nan)
     for runs in steps:
         slot = torch.cat([torch.full((count,), slot) for slot, _, count in runs])
