@@ -3,7 +3,6 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from math import inf
 from typing import Any
 
@@ -121,8 +120,10 @@ class Proposer:
         """As `Source.prepare`, each source with the sequences that may use it."""
         for source in self.sources:
             may = {request: num for request, num in most.items() if request.may_use(source.name)}
-            with self._may_fail(source):
+            try:
                 source.prepare(may)
+            except Exception:
+                self._report(source)
 
     def wishes(self, request: Request) -> list[Wish]:
         """What each source would draft for a sequence in the next step, without a model.
@@ -148,13 +149,6 @@ class Proposer:
 
     def _of(self, request: Request) -> Iterator[Source]:
         return (source for source in self.sources if request.may_use(source.name))
-
-    @contextmanager
-    def _may_fail(self, source: Source) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            self._report(source)
 
     def _report(self, source: Source) -> None:
         """Log the exception at hand, if it is the first of its source."""
@@ -213,11 +207,15 @@ class Proposer:
     def follow(self, plan: Plan, scored: Pass) -> None:
         """As `Source.follow`. If a source fails, it drafts no more for the plan's sequences."""
         for source in self.sources:
-            with self._may_fail(source):
+            try:
                 source.follow(plan, scored)
+            except Exception:
+                self._report(source)
 
     def forget(self, request: Request) -> None:
         """As `Source.forget`, of those that may draft for the sequence."""
         for source in self._of(request):
-            with self._may_fail(source):
+            try:
                 source.forget(request)
+            except Exception:
+                self._report(source)

@@ -54,8 +54,7 @@ class Price:
         """Whether steps of about this size were timed; None: with any number of rows."""
         if num_rows is None:
             return self._place(num_seqs, num_seqs)[0] in self._known
-        seqs, rows_each = self._place(num_seqs, num_rows)
-        return any(rows == rows_each for rows, _ in self._known.get(seqs, ()))
+        return self._is_known(*self._place(num_seqs, num_rows))
 
     @property
     def is_empty(self) -> bool:
@@ -126,24 +125,24 @@ class Price:
             return
         self.of_lookups *= EXTRA_KEPT  # if they were too dear, try them again
         place, pace_s = self._place(num_seqs, num_rows), self.pace_s or rows_s
-        sets_pace = is_usual and self.knows(num_seqs, num_rows)
+        sets_pace = is_usual and self._is_known(*place)
         if sets_pace or not self.pace_s:
             self._paces.append(
                 (place, rows_s / (self.of(num_seqs, num_rows) if sets_pace else 1.0))
             )
             self.pace_s = median([pace_s for _, pace_s in self._paces])
         if not sets_pace or sum([other != place for other, _ in self._paces]) > NUM_TIMES // 2:
-            self._observe_rows(num_seqs, num_rows, rows_s / pace_s)
+            cost = rows_s / pace_s
+            if self._known:  # as much as a step of exactly that size would have cost
+                cost *= self._cost_of_rows(*place) / self.of(num_seqs, num_rows)
+            self._observe_rows(*place, cost)
 
     def _observe_drafting(self, seqs: int, cost: float) -> None:
         times = self._draft_times.setdefault(seqs, deque(maxlen=NUM_TIMES))
         times.append(cost)
         self._drafting[seqs] = median(times)
 
-    def _observe_rows(self, num_seqs: int, num_rows: int, cost: float) -> None:
-        seqs, rows_each = self._place(num_seqs, num_rows)
-        if self._known:  # as much as a step of exactly that size would have cost
-            cost *= self._cost_of_rows(seqs, rows_each) / self.of(num_seqs, num_rows)
+    def _observe_rows(self, seqs: int, rows_each: float, cost: float) -> None:
         times = self._times.setdefault((seqs, rows_each), deque(maxlen=NUM_TIMES))
         times.append(cost)
         if len(times) >= MIN_TIMES:
@@ -167,6 +166,9 @@ class Price:
         num_seqs, num_rows = self.padding(num_seqs, num_rows)
         rows_each = num_rows / num_seqs
         return _bucket(num_seqs), round(2 * rows_each) / 2 if rows_each < 8 else round(rows_each)
+
+    def _is_known(self, seqs: int, rows_each: float) -> bool:
+        return any(rows == rows_each for rows, _ in self._known.get(seqs, ()))
 
     def _cost_of_rows(self, seqs: int, rows_each: float) -> float:
         known = self._known.get(seqs)

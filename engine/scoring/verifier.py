@@ -97,13 +97,13 @@ class Verifier:
             slot = uploaded(slots_np, self._slots.device)
             drafts = [self._slots.state.drafts(slot, self._slots.max_drafts)]
         kind = wants.filters, wants.draws
-        edited_np = NONE_NP
+        edited_np = None
         if wants.edits:
             edited_np = self._edits.asked_by(slots_np)
             # Of a sequence that has ended, the host has forgotten what it needs.
             is_void_np = np.array([s.is_void for s in emitting])
             edited_np &= ~(is_void_np & self._edits.needing_host(slots_np))
-        if not edited_np.any():
+        if edited_np is None or not edited_np.any():
             drawn = self._verify_slots(slots_np, num_drafts_np, kind, logits, more)
         else:
             if edited_np.all():

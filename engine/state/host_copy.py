@@ -7,10 +7,14 @@ from torch import Tensor
 
 def on_host(*tensors: Tensor) -> list[np.ndarray]:
     """Copies on the host, to be read once the device has done all that was launched before."""
-    copies = [torch.empty_like(x, device="cpu", pin_memory=x.is_cuda) for x in tensors]
-    for copy, tensor in zip(copies, tensors, strict=True):
-        copy.copy_(tensor, non_blocking=True)
-    return [copy.numpy() for copy in copies]
+    return [_on_host(tensor) for tensor in tensors]
+
+
+def _on_host(tensor: Tensor) -> np.ndarray:
+    if not tensor.is_cuda:
+        return tensor.numpy().copy()
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True).numpy()
 
 
 def uploaded(array_np: np.ndarray, device: torch.device) -> Tensor:
