@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_scaled import MARKS, interpreted, on_gpu
+from block_scaled import MARKS, Broken, interpreted, on_gpu
 from random_tensors import normals
 from torch import Tensor
 from verification import DEVICE
@@ -229,11 +229,6 @@ def test_it_is_taken_where_it_works_and_is_ahead(
     assert normed is not None
     assert torch.equal(normed, rms_norm(residual, norm))
     assert add_batch_invariant_linear(residual, x, weight, None, rows) is None
-
-
-class Broken:
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        raise RuntimeError("Cannot find ptxas\nlook there")
 
 
 class Wrong:

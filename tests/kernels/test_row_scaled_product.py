@@ -10,7 +10,9 @@ from typing import Any
 import block_scaled
 import pytest
 import torch
-from block_scaled import exact, interpreted, on_gpu
+from block_scaled import Broken, exact, interpreted, on_gpu
+from block_scaled import matrix_with_scales_of_outputs as make_matrix
+from block_scaled import rows_with_one_scale as make_rows
 from random_tensors import normals
 from torch import Tensor
 from verification import DEVICE
@@ -20,7 +22,7 @@ from outrider.kernels.model import row_scaled_few_rows as few_rows
 from outrider.kernels.model import row_scaled_product as module
 from outrider.kernels.model import scaled_product as products
 from outrider.kernels.model import scaled_trial as trial
-from outrider.kernels.model.narrow_matrix import NarrowMatrix, narrow_matrix
+from outrider.kernels.model.narrow_matrix import NarrowMatrix
 from outrider.kernels.model.row_codes import RowCodes
 from outrider.kernels.model.scaled_product import parts_of, scaled_product
 from outrider.kernels.triton_or_none import HAS_GLUON
@@ -29,62 +31,6 @@ if HAS_GLUON:
     from gluon_interpreter import Kernel
 
 pytestmark = block_scaled.MARKS
-
-
-def make_rows(num_rows: int, num_in: int, dtype: torch.dtype) -> RowCodes:
-    randn = normals(num_rows)
-    codes = (randn(num_rows, num_in) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return RowCodes(codes, randn(num_rows, 1).abs() / 100, dtype)
-
-
-def make_matrix(num_out: int, num_in: int) -> NarrowMatrix:
-    randn = normals(num_out)
-    codes = (randn(num_out, num_in) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
-    scale = randn(1, num_out).abs() / 10_000
-    return narrow_matrix("fp8", codes, scale, group=num_in, rounds_inputs=True)
-
-
-# Outputs, inputs; outputs that are no whole tiles, and tiles that programs have several of.
-CASES = [
-    pytest.param(130, 40, 256, 1, False, False, False, id="tails"),
-    pytest.param(200, 500, 1024, 1, False, True, False, id="wide tiles, adds"),
-    pytest.param(70, 192, 512, 1, False, True, True, id="adds with a bias"),
-    pytest.param(300, 264, 768, 1, True, False, False, id="gated"),
-    pytest.param(70, 192, 128, 1, True, False, True, id="gated with a bias"),
-    pytest.param(140, 136, 1280, 2, False, True, False, id="two shares"),
-    pytest.param(200, 128, 1024, 4, False, True, True, id="four shares with a bias"),
-]
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("num_rows", "num_out", "num_in", "num_splits", "gated", "adds", "has_bias"), CASES
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_it_is_the_product_of_the_numbers_that_codes_stand_for(
-    num_rows: int,
-    num_out: int,
-    num_in: int,
-    num_splits: int,
-    gated: bool,
-    adds: bool,
-    has_bias: bool,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "_row_scaled_kernel", Kernel(2, num_rows, "_row_scaled_kernel"))
-    x, randn = make_rows(num_rows, num_in, dtype), normals(1)
-    matrix = make_matrix(2 * num_out if gated else num_out, num_in)
-    out = randn(num_rows, num_out).to(dtype)
-    bias = randn(len(matrix.codes)).to(dtype) if has_bias else None
-    expected = exact(x, matrix, bias, gated=gated)
-    if adds:
-        expected += out
-    last = 512 if num_in // num_splits > 512 else 0
-    module.row_scaled_product(
-        out, x, matrix, bias, num_splits=num_splits, last=last, gated=gated, adds=adds
-    )
-    assert (out - expected).norm() < 5e-3 * expected.norm()
 
 
 SOME = [
@@ -131,22 +77,6 @@ def test_some_rows_are_multiplied_alike(
 
 @interpreted
 @pytest.mark.parametrize("seed", range(5))
-def test_any_order_of_warps_and_copies_gives_the_same(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, matrix = make_rows(150, 1024, torch.float16), make_matrix(300, 1024)
-    outs = []
-    for each in (100, seed):
-        monkeypatch.setattr(module, "_row_scaled_kernel", Kernel(1, each, "_row_scaled_kernel"))
-        outs.append(out := torch.zeros(150, 300, dtype=torch.float16))
-        module.row_scaled_product(
-            out, x, matrix, None, num_splits=2, last=0, gated=False, adds=True
-        )
-    assert torch.equal(*outs)
-
-
-@interpreted
-@pytest.mark.parametrize("seed", range(5))
 def test_any_order_of_warps_and_copies_of_some_rows_gives_the_same(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,61 +89,6 @@ def test_any_order_of_warps_and_copies_of_some_rows_gives_the_same(
         outs.append(out := torch.zeros(150, 160, dtype=torch.bfloat16))
         few_rows.row_scaled_few_rows(out, x, matrix, None, num_splits=1, last=512, gated=True)
     assert torch.equal(*outs)
-
-
-@pytest.mark.parametrize("where", ["codes", "scale"])
-def test_nan_stays_in_its_row(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As padding may have it."""
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(module, "_row_scaled_kernel", Kernel(2, name="_row_scaled_kernel"))
-    x, matrix = make_rows(70, 512, torch.bfloat16), make_matrix(192, 512)
-    if where == "codes":
-        x.codes.view(torch.uint8)[5, 300] = 0x7F
-    else:
-        x.scale[5] = torch.nan
-    out = torch.empty(70, 192, dtype=x.dtype, device=DEVICE)
-    module.row_scaled_product(out, x, matrix, None, num_splits=1, last=0, gated=False, adds=False)
-    is_nan = torch.arange(70, device=DEVICE)[:, None].expand(70, 192) == 5
-    assert torch.equal(out.isnan(), is_nan)
-
-
-@on_gpu
-@pytest.mark.parametrize(
-    ("num_out", "num_in", "num_splits", "gated", "adds", "has_bias"),
-    [
-        (40, 256, 1, False, False, False),
-        (1000, 1536, 1, False, False, True),
-        (5120, 6144, 1, False, True, False),
-        (2048, 4096, 4, False, True, False),
-        (4096, 2048, 2, False, True, True),
-        (4160, 5120, 1, True, False, False),
-        (520, 2048, 1, True, False, True),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_have_the_same_bits_among_many_as_among_few(
-    num_out: int,
-    num_in: int,
-    num_splits: int,
-    gated: bool,
-    adds: bool,
-    has_bias: bool,
-    dtype: torch.dtype,
-) -> None:
-    matrix = make_matrix(2 * num_out if gated else num_out, num_in)
-    assert module.is_for(matrix, num_splits=num_splits)
-    bias = normals()(len(matrix.codes)).to(dtype) if has_bias else None
-    x, residual = make_rows(2100, num_in, dtype), normals()(2100, num_out).to(dtype)
-
-    def multiplied(first: int, end: int) -> Tensor:
-        rows = RowCodes(x.codes[first:end], x.scale[first:end], dtype)
-        out = residual[first:end].clone()
-        scaled_product(out, rows, matrix, bias, num_splits=num_splits, gated=gated, adds=adds)
-        return out
-
-    many = multiplied(0, 2100)
-    for first, end in [(0, 16), (0, 64), (0, 65), (0, 257), (100, 101), (127, 187), (1844, 2100)]:
-        assert torch.equal(multiplied(first, end), many[first:end])
 
 
 @on_gpu
@@ -232,11 +107,6 @@ def test_parts_have_the_same_bits_among_some_rows_as_among_few(
     few = torch.cat([parts(first, first + 32) for first in range(0, 256, 32)], 1)
     for first, end in [(0, 33), (0, 64), (60, 156), (3, 131), (0, 160), (64, 255), (0, 256)]:
         assert torch.equal(parts(first, end), few[:, first:end])
-
-
-@on_gpu
-def test_it_works_here() -> None:
-    assert trial.error_of_rows(DEVICE, torch.bfloat16) == 0.0
 
 
 @interpreted
@@ -325,11 +195,6 @@ class Wrong:
                 out[-1, -1] += 0.5
 
         return launch
-
-
-class Broken:
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        raise RuntimeError("Cannot find ptxas\nlook there")
 
 
 @interpreted

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_scaled import Broken
 from random_tensors import normals
 from verification import DEVICE, HAS_KERNELS
 
@@ -322,11 +323,6 @@ def test_warpgroups_that_work_are_used(
     assert all(kernel.num_launches == 1 for kernel in on_hopper)
     assert state_warpgroups.is_for(torch.bfloat16, 64, 128, DEVICE)
     assert not caplog.records
-
-
-class Broken:
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        raise RuntimeError("Cannot find ptxas\nlook there")
 
 
 class Wrong:

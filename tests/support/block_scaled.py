@@ -1,6 +1,9 @@
 """What tests of products in Gluon on Hopper GPUs share: marks for all, and rows and matrices in FP8
-where blocks of 128 x 128 weights share a scale. On a CPU the kernels run in plain torch.
+where blocks of 128 x 128 weights share a scale, or outputs have one each. On a CPU the kernels run
+in plain torch.
 """
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,17 +28,32 @@ interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="there the kernel
 on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a Hopper GPU")
 
 
-def make_rows(num_rows: int, num_in: int, dtype: torch.dtype) -> RowCodes:
+class Broken:
+    """In place of a kernel that does not compile."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        raise RuntimeError("Cannot find ptxas\nlook there")
+
+
+def make_rows(num_rows: int, num_in: int, dtype: torch.dtype, group: int = 128) -> RowCodes:
     randn = normals(num_rows)
     codes = (randn(num_rows, num_in) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return RowCodes(codes, randn(num_rows, num_in // 128).abs() / 100, dtype)
+    return RowCodes(codes, randn(num_rows, num_in // group).abs() / 100, dtype)
 
 
-def make_matrix(num_out: int, num_in: int) -> NarrowMatrix:
+def rows_with_one_scale(num_rows: int, num_in: int, dtype: torch.dtype) -> RowCodes:
+    return make_rows(num_rows, num_in, dtype, num_in)
+
+
+def make_matrix(num_out: int, num_in: int, group: int = 128, rows: int = 128) -> NarrowMatrix:
     randn = normals(num_out)
     codes = (randn(num_out, num_in) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
-    scale = randn(num_in // 128, -(-num_out // 128)).abs() / 10_000
-    return narrow_matrix("fp8", codes, scale, group=128, rows=128, rounds_inputs=True)
+    scale = randn(num_in // group, -(-num_out // rows)).abs() / 10_000
+    return narrow_matrix("fp8", codes, scale, group=group, rows=rows, rounds_inputs=True)
+
+
+def matrix_with_scales_of_outputs(num_out: int, num_in: int) -> NarrowMatrix:
+    return make_matrix(num_out, num_in, num_in, 1)
 
 
 def exact(
