@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from multiprocessing.queues import Queue
 from pathlib import Path
 from queue import Empty
@@ -53,11 +54,13 @@ def train_draft(
     Returns how the draft does on held-out text, and the extent.
     """
     devices = devices_of(recipe.device)
+    train_replica = partial(_train_replica, recipe, work, extent, until_s, devices)
     if len(devices) == 1:
-        return _train_replica(recipe, work, extent, until_s, report, devices, 0)
+        return train_replica(0, report)
     (work / "meeting").unlink(missing_ok=True)
-    args = (recipe, work, extent, until_s, devices)
-    trained: tuple[HeldOut, Extent] = run_replicas(_train_in_process, len(devices), args, report)
+    trained: tuple[HeldOut, Extent] = run_replicas(
+        _train_in_process, len(devices), (train_replica,), report
+    )
     return trained
 
 
@@ -103,11 +106,7 @@ def run_replicas(
 def _train_in_process(
     rank: int,
     said: "Queue[tuple[Any, ...]]",
-    recipe: Recipe,
-    work: Path,
-    extent: Extent,
-    until_s: float | None,
-    devices: list[str],
+    train_replica: Callable[[int, ReportProgress], tuple[HeldOut, Extent]],
 ) -> None:
     """One of several replicas: the first of them reports and has the result."""
     os.setsid()  # Ctrl-C must not reach us: the first could not save without the others
@@ -117,7 +116,7 @@ def _train_in_process(
         if rank == 0:
             said.put(progress)
 
-    trained = _train_replica(recipe, work, extent, until_s, report, devices, rank)
+    trained = train_replica(rank, report)
     if rank == 0:
         said.put(("done", trained))
 
@@ -127,9 +126,9 @@ def _train_replica(
     work: Path,
     extent: Extent,
     until_s: float | None,
-    report: ReportProgress,
     devices: list[str],
     rank: int,
+    report: ReportProgress,
 ) -> tuple[HeldOut, Extent]:
     device, world = torch.device(devices[rank]), len(devices)
     if world > 1:

@@ -119,6 +119,7 @@ class Engine:
         """
         config, slots, pair = self._config, self.worker.slots, self.worker.pair
         budget = self.worker.budget
+        kept = slots.kept_states, pair.page_size, config.cache.state_interval_tokens
         self._in_flight: LaunchedStep | None = None  # launched, not read yet
         memory = DeviceMemory(
             budget.specs,
@@ -128,7 +129,7 @@ class Engine:
             has_head=pair.head is not None,
             keeps_events=config.cache.kv_events_endpoint is not None,
             host=None if is_learning else self.worker.host_pages,
-            states=self._kept_states(),
+            states=KeptStates(*kept) if slots.kept_states else None,
         )
         adaptive = None
         if slots.max_drafts > 0 and config.speculation.adaptive:
@@ -153,12 +154,6 @@ class Engine:
         self.committer = Committer(self.sequences, is_learning=is_learning)
         if self.worker.device.type == "cuda":  # on a CPU nothing would overlap
             self.scheduler.lag = 1
-
-    def _kept_states(self) -> KeptStates | None:
-        places, cache = self.worker.slots.kept_states, self._config.cache
-        if not places:
-            return None
-        return KeptStates(places, self.worker.pair.page_size, cache.state_interval_tokens)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:

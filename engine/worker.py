@@ -102,6 +102,7 @@ class Worker:
         longest = longest_in_slots(config, self.pair, self.device)
         if self.device.type == "cpu":
             check_seats(config, self.pair, longest, max_drafts)
+        keeps_states = bool(self.pair.target.states) and self.pair.caches_prefixes
         self.slots = Slots(
             config.scheduler.max_num_seqs,
             longest,
@@ -111,7 +112,8 @@ class Worker:
             self.pair.vocab_size,
             max_drawn=k if "draft_model" in config.speculation.sources else 0,
             num_groups=len(self.pair.groups),
-            num_kept_states=self._num_kept_states(config),
+            # Of prefixes, as many as sequences can be seated.
+            num_kept_states=config.scheduler.max_num_seqs if keeps_states else 0,
         )
         self.budget = Budget(
             [group.spec for group in self.pair.groups],
@@ -144,11 +146,6 @@ class Worker:
     def state_bytes(self) -> int:
         """Of what layers keep of whole sequences, in all slots."""
         return self.slots.num_states * self.pair.target.bytes_per_slot(self.slots.max_drafts)
-
-    def _num_kept_states(self, config: EngineConfig) -> int:
-        """How many states behind prefixes are kept: as many as sequences can be seated."""
-        has_states = bool(self.pair.target.states) and self.pair.caches_prefixes
-        return config.scheduler.max_num_seqs if has_states else 0
 
     @torch.inference_mode()
     def compile(self, report: ReportProgress) -> None:

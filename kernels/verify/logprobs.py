@@ -44,9 +44,31 @@ def gather_logprobs(
             f"num_top {num_top} and vocab_size {vocab_size}: need 0 <= num_top <= vocab_size <= "
             f"{logits.shape[1]}, the logits of a row"
         )
-    if uses_triton(logits):
-        return _logprobs(logits, token_ids, num_top, vocab_size)
-    return logprobs_reference(logits, token_ids, num_top, vocab_size)
+    if not uses_triton(logits):
+        return logprobs_reference(logits, token_ids, num_top, vocab_size)
+    num_rows, new = len(logits), logits.new_empty
+    stats = scan(logits, vocab_size)
+    blocks = stats.max.shape[1]
+    logprobs = Logprobs(
+        new(num_rows, dtype=torch.float32),
+        new((num_rows, num_top), dtype=torch.int64),
+        new((num_rows, num_top), dtype=torch.float32),
+    )
+    _logprobs_kernel[(num_rows,)](
+        logits,
+        logits.stride(0),
+        vocab_size,
+        stats,
+        blocks,
+        token_ids.contiguous(),
+        num_top,
+        *logprobs,
+        NB=triton.next_power_of_2(blocks),
+        BLOCK_GROUPS=BLOCK // GROUP,
+        GROUP=GROUP,
+        num_warps=8,
+    )
+    return logprobs
 
 
 def logprobs_at(
@@ -148,32 +170,3 @@ def _logprobs_kernel(
         tl.store(top_ids_ptr + row * num_top + rank, token)
         value = value_of((best >> 32).to(tl.int32))
         tl.store(top_logprobs_ptr + row * num_top + rank, value - base)
-
-
-def _logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, vocab_size: int
-) -> Logprobs:
-    num_rows = len(logits)
-    new = logits.new_empty
-    stats = scan(logits, vocab_size)
-    blocks = stats.max.shape[1]
-    logprobs = Logprobs(
-        new(num_rows, dtype=torch.float32),
-        new((num_rows, num_top), dtype=torch.int64),
-        new((num_rows, num_top), dtype=torch.float32),
-    )
-    _logprobs_kernel[(num_rows,)](
-        logits,
-        logits.stride(0),
-        vocab_size,
-        stats,
-        blocks,
-        token_ids.contiguous(),
-        num_top,
-        *logprobs,
-        NB=triton.next_power_of_2(blocks),
-        BLOCK_GROUPS=BLOCK // GROUP,
-        GROUP=GROUP,
-        num_warps=8,
-    )
-    return logprobs

@@ -6,8 +6,6 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from outrider.engine.api import TokenLogprobs
-
 from ..base.errors import invalid_value, unsupported
 from ..base.held import json_bytes
 from ..base.off_loop import MANY_CHARS, off_loop
@@ -151,9 +149,10 @@ class _CompletionAnswer(ChoicesAnswer):
         """Logprobs of the new tokens, after those of the prompt if it is echoed."""
         tokens: list[Token] = []
         if self._echoes and first:
-            echoed = self._echoed_tokens[delta.index // self._n]
+            echoed, most = self._echoed_tokens[delta.index // self._n], self._logprobs_asked
             tokens += (
-                replace(token, logprobs=entry and self._best(entry))
+                # prompt_logprobs may ask for more.
+                replace(token, logprobs=entry and replace(entry, top=entry.top[:most]))
                 for token, entry in zip(echoed, [None, *delta.prompt_logprobs], strict=True)
             )
         num_echoed_chars = len(self._echo[delta.index // self._n])
@@ -170,10 +169,6 @@ class _CompletionAnswer(ChoicesAnswer):
             tokens=[self._token_text(token.id) for token in tokens],
             top_logprobs=[self._alternatives(token) for token in tokens],
         )
-
-    def _best(self, entry: TokenLogprobs) -> TokenLogprobs:
-        """Of a prompt's token: prompt_logprobs may ask for more."""
-        return replace(entry, top=entry.top[: self._logprobs_asked])
 
     def _alternatives(self, token: Token) -> dict[str, float] | None:
         """Logprobs by text, the token itself first; by id if several tokens have the same text.

@@ -96,7 +96,8 @@ class Service:
         raises APIError.
         """
         await self.check_fields(fields, http)
-        if fields.priority and not self._may_set_priority(http):
+        keys = self.priority_keys
+        if fields.priority and keys is not None and request_key(http) not in keys:
             raise forbidden(
                 "priority",
                 "Only some API keys may set priority (server.priority_api_keys), and this is not "
@@ -311,9 +312,6 @@ class Service:
             )
         if named and logprobs is None:
             raise invalid_value("logprob_token_ids", "logprob_token_ids needs logprobs.")
-
-    def _may_set_priority(self, http: Request) -> bool:
-        return self.priority_keys is None or request_key(http) in self.priority_keys
 
     def cache_salt(self, fields: ChoiceFields, http: Request) -> str:
         """Only requests with the same salt share cached prefixes and compiled grammars."""

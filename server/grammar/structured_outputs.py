@@ -13,7 +13,7 @@ from typing_extensions import TypeAliasType
 from outrider.engine.grammars.grammar_compiler import MAX_COMPILES_AT_ONCE, GrammarCompiler
 from outrider.engine.grammars.grammar_messages import Syntax
 
-from ..base.errors import APIError, cut, invalid_value, unavailable, unsupported
+from ..base.errors import cut, invalid_value, unavailable, unsupported
 from ..base.fields import APIRequest
 from ..base.off_loop import MANY_CHARS, off_loop
 
@@ -235,7 +235,11 @@ class GrammarChecker:
                 "(server.grammar_timeout_s); make it smaller.",
             )
         if verdict.error is not None:
-            raise _cannot_follow(param, verdict.error)
+            # Without the library's copy of the grammar.
+            said = " ".join(_SOURCE_LINE.sub("", verdict.error).split())
+            reason = f"{param} cannot be followed"
+            message = f"{reason}: {cut(said, MAX_GRAMMAR_ERROR_CHARS)}"
+            raise invalid_value(param, message, reason=reason)
         self._check_size(param, verdict.lark)
         return verdict.lark
 
@@ -246,10 +250,3 @@ class GrammarChecker:
                 f"{param}: a grammar of {num_bytes} bytes is too large; this server takes at most "
                 f"{self._max_bytes} (server.max_grammar_bytes).",
             )
-
-
-def _cannot_follow(param: str, reason: str) -> APIError:
-    """400, with the library's reason, but without its copy of the grammar."""
-    said = " ".join(_SOURCE_LINE.sub("", reason).split())
-    summary = f"{param} cannot be followed"
-    return invalid_value(param, f"{summary}: {cut(said, MAX_GRAMMAR_ERROR_CHARS)}", reason=summary)
