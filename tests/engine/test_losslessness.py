@@ -126,15 +126,7 @@ def test_the_joint_over_many_steps_is_the_targets(
 class FollowsWhatWasAccepted(AdaptiveSpeculation):
     """As many drafts as a sequence's own past leads to, whatever a step costs."""
 
-    def choose(
-        self,
-        num_seqs: int,
-        owns: Sequence[OwnAcceptance],
-        named: Sequence[int] = (),
-        *,
-        num_prompt_rows: int = 0,
-        speedup: float = 1.0,
-    ) -> list[int]:
+    def choose(self, num_seqs: int, owns: Sequence[OwnAcceptance], *_: Any, **__: Any) -> list[int]:
         self.k = self._max_k
         return [int(997 * own.ratio) % (self._max_k + 1) for own in owns]
 

@@ -6,17 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from block_scaled import MARKS, interpreted
 from grids import pairwise
 from random_tensors import normals
 from torch import Tensor
 from verification import DEVICE
 
-from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model import attention_parts
 from outrider.kernels.model import few_rows_attention as module
 from outrider.kernels.model import paged_attention as paged
 from outrider.kernels.model.few_rows_attention import few_rows_attention
-from outrider.kernels.model.warpgroups import has_warpgroups
 from outrider.kernels.triton_or_none import HAS_GLUON
 
 if HAS_GLUON:
@@ -28,14 +27,7 @@ if HAS_GLUON:
         random_pages,
     )
 
-pytestmark = [
-    pytest.mark.skipif(INTERPRET, reason="it does not run in Triton's interpreter"),
-    pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon"),
-    pytest.mark.skipif(
-        DEVICE.type == "cuda" and not has_warpgroups(DEVICE), reason="needs a Hopper GPU"
-    ),
-]
-interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="there the kernel itself runs")
+pytestmark = MARKS
 
 # Decodes, verifications, the first row, padding, rows without tokens, rows that end a split and
 # rows of which some begin one.

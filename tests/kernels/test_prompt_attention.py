@@ -8,12 +8,12 @@ import sys
 
 import pytest
 import torch
+from block_scaled import MARKS, interpreted
 from grids import pairwise
 from random_tensors import normals
 from verification import DEVICE
 
 from outrider.kernels import triton_or_none
-from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model import prompt_attention as module
 from outrider.kernels.model.prompt_attention import prompt_attention
 from outrider.kernels.triton_or_none import HAS_GLUON, triton
@@ -22,14 +22,7 @@ if HAS_GLUON:
     from gluon_interpreter import DeadlockError, Kernel
     from warpgroup_attention import Layer, exact, list_prompts, random_pages
 
-pytestmark = [
-    pytest.mark.skipif(INTERPRET, reason="it does not run in Triton's interpreter"),
-    pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon"),
-    pytest.mark.skipif(
-        DEVICE.type == "cuda" and not module.has_warpgroups(DEVICE), reason="needs a Hopper GPU"
-    ),
-]
-interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="there the kernel itself runs")
+pytestmark = MARKS
 
 # Rows and context before them: a whole prompt, a decode, a chunk that starts and ends anywhere, a
 # sequence without rows (padding), a verification, the first row, one beside a border of splits.

@@ -15,15 +15,7 @@ class Budgeted(AdaptiveSpeculation):
     a number that follows from the drafts of the last step that was read.
     """
 
-    def choose(
-        self,
-        num_seqs: int,
-        owns: Sequence[OwnAcceptance],
-        named: Sequence[int] = (),
-        *,
-        num_prompt_rows: int = 0,
-        speedup: float = 1.0,
-    ) -> list[int]:
+    def choose(self, num_seqs: int, owns: Sequence[OwnAcceptance], *_: Any, **__: Any) -> list[int]:
         self.k, most = self._max_k, self._max_k * len(owns)
         seen = 3 if self._spread_np is None else int(997 * np.square(self._spread_np).sum())
         self.budget = RowBudget(seen % (most + 1), self.calibration.by_range_np)
