@@ -47,17 +47,10 @@ def apply_bad_words(
         apply_bad_words_reference(logits, rows, bad_words, token_ids)
     elif len(rows.row):
         _bad_words_kernel[(len(rows.row),)](
-            logits,
-            logits.stride(0),
-            logits.shape[1],
-            rows,
-            bad_words,
-            bad_words.token_ids.stride(0),
-            bad_words.end.stride(0),
-            token_ids,
-            token_ids.stride(0),
+            logits, logits.stride(0), logits.shape[1], rows, bad_words,
+            bad_words.token_ids.stride(0), bad_words.end.stride(0), token_ids, token_ids.stride(0),
             LANES=_LANES,
-        )
+        )  # fmt: skip
 
 
 def apply_bad_words_reference(

@@ -41,15 +41,9 @@ def apply_bitmask(
     elif len(rows.row):
         assert bitmask.stride(1) == 1, "bitmask: the words must be the dense dimension"
         _bitmask_kernel[(len(rows.row), triton.cdiv(vocab_size, _BLOCK))](
-            logits,
-            logits.stride(0),
-            vocab_size,
-            rows.row,
-            bitmask,
-            bitmask.stride(0),
-            rows.slot,
+            logits, logits.stride(0), vocab_size, rows.row, bitmask, bitmask.stride(0), rows.slot,
             BLOCK=_BLOCK,
-        )
+        )  # fmt: skip
 
 
 def apply_bitmask_reference(

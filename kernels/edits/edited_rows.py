@@ -66,17 +66,10 @@ def _copy(
     width = source.shape[1]
     if len(rows.row):
         _copy_kernel[(len(rows.row), triton.cdiv(width, _BLOCK))](
-            source,
-            source.stride(0),
-            source_row,
-            target,
-            target.stride(0),
-            target_row,
-            width,
-            rows.slot,
-            is_edited,
+            source, source.stride(0), source_row, target, target.stride(0), target_row, width,
+            rows.slot, is_edited,
             BLOCK=_BLOCK,
-        )
+        )  # fmt: skip
 
 
 @triton.jit

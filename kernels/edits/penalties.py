@@ -57,16 +57,10 @@ def apply_penalties(
     elif len(rows.row):
         vocab_size = min(penalties.seen.shape[1], logits.shape[1])
         _penalties_kernel[(len(rows.row), triton.cdiv(vocab_size, _BLOCK))](
-            logits,
-            logits.stride(0),
-            vocab_size,
-            rows,
-            penalties,
-            penalties.seen.stride(0),
-            token_ids,
-            token_ids.stride(0),
+            logits, logits.stride(0), vocab_size, rows, penalties, penalties.seen.stride(0),
+            token_ids, token_ids.stride(0),
             BLOCK=_BLOCK,
-        )
+        )  # fmt: skip
 
 
 def apply_penalties_reference(
@@ -102,14 +96,9 @@ def count_tokens(
         count_tokens_reference(penalties, slots, token_ids, num_tokens)
     elif len(slots):
         _count_kernel[(len(slots),)](
-            penalties,
-            penalties.seen.stride(0),
-            slots,
-            token_ids,
-            token_ids.stride(0),
-            num_tokens,
+            penalties, penalties.seen.stride(0), slots, token_ids, token_ids.stride(0), num_tokens,
             LANES=_LANES,
-        )
+        )  # fmt: skip
 
 
 def count_tokens_reference(

@@ -78,16 +78,9 @@ def end_thoughts(
         end_thoughts_reference(logits, rows, thoughts, token_ids, vocab_size)
     elif len(rows.row):
         _thinking_kernel[(len(rows.row),)](
-            logits,
-            logits.stride(0),
-            vocab_size,
-            rows,
-            thoughts,
-            token_ids,
-            token_ids.stride(0),
-            FIELDS=len(ThinkingState._fields),
-            BLOCK=_BLOCK,
-        )
+            logits, logits.stride(0), vocab_size, rows, thoughts, token_ids, token_ids.stride(0),
+            FIELDS=len(ThinkingState._fields), BLOCK=_BLOCK,
+        )  # fmt: skip
 
 
 def end_thoughts_reference(
@@ -121,13 +114,9 @@ def count_thoughts(
         count_thoughts_reference(thoughts, slots, token_ids, num_tokens)
     elif len(slots):
         _count_kernel[(len(slots),)](
-            thoughts,
-            slots,
-            token_ids,
-            token_ids.stride(0),
-            num_tokens,
+            thoughts, slots, token_ids, token_ids.stride(0), num_tokens,
             FIELDS=len(ThinkingState._fields),
-        )
+        )  # fmt: skip
 
 
 def count_thoughts_reference(

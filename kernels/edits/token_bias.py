@@ -45,15 +45,9 @@ def apply_token_bias(
         apply_token_bias_reference(logits, rows, token_bias, vocab_size)
     elif len(rows.row):
         _token_bias_kernel[(len(rows.row),)](
-            logits,
-            logits.stride(0),
-            vocab_size,
-            rows,
-            token_bias,
-            token_bias.token_ids.stride(0),
-            LANES=_LANES,
-            BLOCK=_BLOCK,
-        )
+            logits, logits.stride(0), vocab_size, rows, token_bias, token_bias.token_ids.stride(0),
+            LANES=_LANES, BLOCK=_BLOCK,
+        )  # fmt: skip
 
 
 def apply_token_bias_reference(

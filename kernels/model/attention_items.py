@@ -92,19 +92,10 @@ def list_items(
     )
     num_items = torch.empty(1, dtype=torch.int32, device=seq_lens.device)
     _list_items_kernel[(num_reqs,)](
-        items,
-        num_items,
-        cu_seqlens_q,
-        seq_lens,
-        slots,
-        num_reqs,
-        block_q,
-        num_splits,
-        unit,
+        items, num_items, cu_seqlens_q, seq_lens, slots, num_reqs, block_q, num_splits, unit,
         _MOST_DOUBLINGS if grows else 0,
-        REQS=max(64, triton.next_power_of_2(num_reqs)),
-        num_warps=1,
-    )
+        REQS=max(64, triton.next_power_of_2(num_reqs)), num_warps=1,
+    )  # fmt: skip
     return AttentionItems(
         items, num_items, num_row_blocks, block_m, block_q, num_splits, is_prefill, batch_invariant
     )

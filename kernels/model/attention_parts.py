@@ -34,21 +34,10 @@ def merge_parts(
     heads = _SUMS // dim
     times = _TIMES if num_rows >= _MANY_ROWS else 1
     _merge_parts_kernel[(num_rows, triton.cdiv(num_heads, heads * times))](
-        out,
-        parts,
-        states,
-        seen,
-        out if sinks is None else sinks,
-        num_splits,
-        NUM_HEADS=num_heads,
-        HEADS=heads,
-        TIMES=times,
-        DIM=dim,
-        AHEAD=_AHEAD,
-        HAS_SINKS=sinks is not None,
-        num_warps=4,
-        **dependent_launch(parts.device),
-    )
+        out, parts, states, seen, out if sinks is None else sinks, num_splits,
+        NUM_HEADS=num_heads, HEADS=heads, TIMES=times, DIM=dim, AHEAD=_AHEAD,
+        HAS_SINKS=sinks is not None, num_warps=4, **dependent_launch(parts.device),
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_splits"])

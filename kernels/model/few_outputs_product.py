@@ -37,20 +37,9 @@ def few_outputs_product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | N
         parts = x.new_empty(num_programs, num_rows, num_out, dtype=torch.float32)
         done = counters(x.device, triton.next_power_of_2(num_tiles))
     _few_outputs_kernel[(num_tiles, num_programs)](
-        out,
-        x,
-        weight,
-        bias,
-        parts,
-        done,
-        num_rows,
-        num_out,
-        x.stride(0),
-        NUM_IN=num_in,
-        SHARE=_SHARE,
-        **tile,
-        **dependent_launch(x.device),
-    )
+        out, x, weight, bias, parts, done, num_rows, num_out, x.stride(0),
+        NUM_IN=num_in, SHARE=_SHARE, **tile, **dependent_launch(x.device),
+    )  # fmt: skip
 
 
 def _tile(x: Tensor, weight: Tensor) -> dict[str, int]:

@@ -89,33 +89,14 @@ def few_rows_attention(
     out = torch.empty(num_rows, num_heads, dim, dtype=query.dtype, device=device)
     grid = min(num_programs(device, tiling.per_sm), len(items.items) * num_kv_heads)
     _few_rows_attention_kernel[(grid,)](
-        out,
-        parts,
-        states,
-        seen,
-        query,
-        *caches,
-        block_table,
-        items.items,
-        items.num_items,
-        query if sinks is None else sinks,
-        scale,
-        window or 0,
-        items.num_splits,
-        block_table.stride(0),
-        *query.stride()[:2],
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads,
-        DIM=dim,
-        BLOCK=block,
-        PAGE=page_size,
-        STAGES=tiling.stages,
-        HAS_WINDOW=window is not None,
-        HAS_SINKS=sinks is not None,
-        num_warps=4,
-        maxnreg=tiling.registers,
+        out, parts, states, seen, query, *caches, block_table, items.items, items.num_items,
+        query if sinks is None else sinks, scale, window or 0, items.num_splits,
+        block_table.stride(0), *query.stride()[:2],
+        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, DIM=dim, BLOCK=block,
+        PAGE=page_size, STAGES=tiling.stages, HAS_WINDOW=window is not None,
+        HAS_SINKS=sinks is not None, num_warps=4, maxnreg=tiling.registers,
         **dependent_launch(device),
-    )
+    )  # fmt: skip
     if items.num_splits > 1:
         merge_parts(out, parts, states, seen, sinks)
     return out

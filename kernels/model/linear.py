@@ -138,24 +138,11 @@ def _fused(
     num_at_once = 4096 if num_rows == 1 and weight.numel() <= _MAX_PAIR_WEIGHTS else 8192
     block_n = max(1, num_at_once // block_k // (2 if gated else 1))
     _fused_kernel[(triton.cdiv(num_out, block_n),)](
-        out,
-        x,
-        weight,
-        bias,
-        norm.weight if norm is not None else None,
-        residual,
-        num_out,
-        norm.eps if norm is not None else 0.0,
-        x.stride(0),
-        out.stride(0),
-        NUM_ROWS=num_rows,
-        NUM_IN=num_in,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        GATED=gated,
-        num_warps=max(1, min(4, num_rows * block_k // 1024)),
-        **dependent_launch(x.device),
-    )
+        out, x, weight, bias, norm.weight if norm is not None else None, residual, num_out,
+        norm.eps if norm is not None else 0.0, x.stride(0), out.stride(0),
+        NUM_ROWS=num_rows, NUM_IN=num_in, BLOCK_N=block_n, BLOCK_K=block_k, GATED=gated,
+        num_warps=max(1, min(4, num_rows * block_k // 1024)), **dependent_launch(x.device),
+    )  # fmt: skip
     return out
 
 

@@ -54,23 +54,11 @@ def unpack(matrix: NarrowMatrix, dtype: torch.dtype) -> Tensor:
     out = torch.empty(num_out, num_in, dtype=dtype, device=matrix.codes.device)
     width = matrix.codes.shape[1]
     _unpack_kernel[triton.cdiv(num_out, _BLOCK_N), triton.cdiv(width, matrix.half)](
-        out,
-        matrix.codes.view(torch.int32),
-        matrix.scale,
-        matrix.zero,
-        matrix.factor,
-        num_out,
+        out, matrix.codes.view(torch.int32), matrix.scale, matrix.zero, matrix.factor, num_out,
         matrix.scale.stride(0),
-        KIND=matrix.kind,
-        NUM_IN=num_in,
-        WIDTH=width,
-        GROUP=matrix.group,
-        ROWS=matrix.rows,
-        STEP=matrix.half,
-        CHUNK=matrix.chunk,
-        BLOCK_N=_BLOCK_N,
-        num_warps=4,
-    )
+        KIND=matrix.kind, NUM_IN=num_in, WIDTH=width, GROUP=matrix.group, ROWS=matrix.rows,
+        STEP=matrix.half, CHUNK=matrix.chunk, BLOCK_N=_BLOCK_N, num_warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -72,37 +72,16 @@ def narrow_product(
     num_tiles = triton.cdiv(num_out, tiling["BLOCK_N"]) * triton.cdiv(num_rows, tiling["BLOCK_M"])
     merges = parts is not None and out is not None
     _narrow_kernel[num_tiles, num_splits if parts is not None else 1](
-        out,
-        x,
-        matrix.codes.view(torch.int32),
-        matrix.scale,
-        matrix.zero,
-        matrix.factor,
-        bias,
-        parts,
-        counters(x.device, triton.next_power_of_2(num_tiles)) if merges else None,
-        num_rows,
-        num_out // 2 if gated else num_out,
-        x.stride(0),
-        matrix.scale.stride(0),
-        KIND=matrix.kind,
-        NUM_IN=matrix.num_in,
-        WIDTH=width,
-        SHARE=share,
-        SPLITS=num_splits,
-        GROUP=matrix.group,
-        ROWS=matrix.rows,
-        STEP=matrix.half,
-        CHUNK=matrix.chunk,
-        WARPS=tiling["num_warps"],
-        GATED=gated,
-        ADDS=adds,
-        TOGETHER=_TILES_TOGETHER,
+        out, x, matrix.codes.view(torch.int32), matrix.scale, matrix.zero, matrix.factor, bias,
+        parts, counters(x.device, triton.next_power_of_2(num_tiles)) if merges else None, num_rows,
+        num_out // 2 if gated else num_out, x.stride(0), matrix.scale.stride(0),
+        KIND=matrix.kind, NUM_IN=matrix.num_in, WIDTH=width, SHARE=share, SPLITS=num_splits,
+        GROUP=matrix.group, ROWS=matrix.rows, STEP=matrix.half, CHUNK=matrix.chunk,
+        WARPS=tiling["num_warps"], GATED=gated, ADDS=adds, TOGETHER=_TILES_TOGETHER,
         IN_PAIRS=x.is_cuda and x.element_size() == 2,
         enable_fp_fusion=False,  # otherwise only some of these kernels would round a scaled sum
-        **tiling,
-        **dependent_launch(x.device),
-    )
+        **tiling, **dependent_launch(x.device),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -79,19 +79,9 @@ def _launch(
         num_splits,
     )
     _product_kernel[grid](
-        out,
-        x,
-        weight,
-        bias,
-        num_rows,
-        out.shape[-1],
-        x.stride(0),
-        NUM_IN=num_in,
-        SHARE=share,
-        GATED=gated,
-        **tile,
-        **dependent_launch(x.device),
-    )
+        out, x, weight, bias, num_rows, out.shape[-1], x.stride(0),
+        NUM_IN=num_in, SHARE=share, GATED=gated, **tile, **dependent_launch(x.device),
+    )  # fmt: skip
     return out
 
 

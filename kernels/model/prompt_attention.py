@@ -114,29 +114,13 @@ def prompt_attention(
     out = torch.empty(num_rows, num_heads, dim, dtype=query.dtype, device=query.device)
     grid = min(num_programs(query.device, 1), len(items.items) * num_kv_heads)
     _prompt_attention_kernel[(grid,)](
-        out,
-        query,
-        *caches,
-        block_table,
-        items.items,
-        items.num_items,
-        query if sinks is None else sinks,
-        scale * k_scale if in_fp8 else scale,
-        v_scale if in_fp8 else 1.0,
-        window or 0,
-        block_table.stride(0),
-        *query.stride()[:2],
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads,
-        DIM=dim,
-        BLOCK=block,
-        PAGE=page_size,
-        STAGES=2 if block == 128 or dim == 256 else 3 if in_fp8 else 4,
-        HAS_WINDOW=window is not None,
-        HAS_SINKS=sinks is not None,
-        IN_FP8=in_fp8,
-        num_warps=4,
-    )
+        out, query, *caches, block_table, items.items, items.num_items,
+        query if sinks is None else sinks, scale * k_scale if in_fp8 else scale,
+        v_scale if in_fp8 else 1.0, window or 0, block_table.stride(0), *query.stride()[:2],
+        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, DIM=dim, BLOCK=block,
+        PAGE=page_size, STAGES=2 if block == 128 or dim == 256 else 3 if in_fp8 else 4,
+        HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None, IN_FP8=in_fp8, num_warps=4,
+    )  # fmt: skip
     return out
 
 

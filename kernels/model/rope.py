@@ -91,30 +91,14 @@ def rope_and_store(
     num_rows = len(qkv)
     all_heads = num_heads + 2 * num_kv_heads
     _rope_and_store_kernel[(num_rows, triton.cdiv(all_heads, _HEADS_PER_PROGRAM))](
-        qkv,
-        cos,
-        sin,
-        as_bytes(k_cache),
-        as_bytes(v_cache),
-        places,
-        q_norm.weight if q_norm else None,
-        k_norm.weight if k_norm else None,
-        q_norm.eps if q_norm else 0.0,
-        1.0 / k_scale,
-        1.0 / v_scale,
-        cos.stride(0),
-        sin.stride(0),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HALF=head_dim // 2,
-        HALF_PAD=triton.next_power_of_2(head_dim // 2),
-        ROTARY_HALF=cos.shape[-1] // 2,
-        HEADS=_HEADS_PER_PROGRAM,
-        IN_FP8=k_cache.dtype == torch.float8_e4m3fn,
-        GATED=gated,
-        num_warps=4,
-        **dependent_launch(qkv.device),
-    )
+        qkv, cos, sin, as_bytes(k_cache), as_bytes(v_cache), places,
+        q_norm.weight if q_norm else None, k_norm.weight if k_norm else None,
+        q_norm.eps if q_norm else 0.0, 1.0 / k_scale, 1.0 / v_scale, cos.stride(0), sin.stride(0),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
+        HALF_PAD=triton.next_power_of_2(head_dim // 2), ROTARY_HALF=cos.shape[-1] // 2,
+        HEADS=_HEADS_PER_PROGRAM, IN_FP8=k_cache.dtype == torch.float8_e4m3fn, GATED=gated,
+        num_warps=4, **dependent_launch(qkv.device),
+    )  # fmt: skip
     width = 2 * head_dim if gated else head_dim
     return qkv[:, : num_heads * width].view(num_rows, num_heads, width)[..., :head_dim]
 

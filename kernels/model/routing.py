@@ -92,31 +92,14 @@ def route(logits: Tensor, router: Router, rows: Tensor | None = None) -> Routing
         num_tiles, size = tiles.pairs.shape
         num_warps = max(_WARPS, triton.next_power_of_2(num_rows))
     _route_kernel[(triton.cdiv(num_rows, num_warps),)](
-        ids,
-        weights,
-        *(tiles or (None, None)),
-        logits,
-        router.bias,
-        rows,
-        router.scale,
-        num_rows,
-        num_tiles,
-        logits.stride(0),
-        NUM_EXPERTS=num_experts,
-        TOP_K=router.top_k,
-        NUM_SHARED=router.num_shared,
-        IS_GATED=router.gate is not None,
-        SIGMOID=router.sigmoid,
-        OVER_ALL=router.over_all,
-        GROUPS=router.num_groups,
-        TOP_GROUPS=router.top_groups,
-        EXPERTS=triton.next_power_of_2(num_experts),
-        CHOICES=triton.next_power_of_2(num_taken),
-        ROWS=num_warps,
-        SIZE=size,
-        num_warps=num_warps,
-        **dependent_launch(logits.device),
-    )
+        ids, weights, *(tiles or (None, None)), logits, router.bias, rows, router.scale, num_rows,
+        num_tiles, logits.stride(0),
+        NUM_EXPERTS=num_experts, TOP_K=router.top_k, NUM_SHARED=router.num_shared,
+        IS_GATED=router.gate is not None, SIGMOID=router.sigmoid, OVER_ALL=router.over_all,
+        GROUPS=router.num_groups, TOP_GROUPS=router.top_groups,
+        EXPERTS=triton.next_power_of_2(num_experts), CHOICES=triton.next_power_of_2(num_taken),
+        ROWS=num_warps, SIZE=size, num_warps=num_warps, **dependent_launch(logits.device),
+    )  # fmt: skip
     if tiles is None:
         tiles = tiles_of(ids, num_experts, router.num_shared)
     return Routing(ids, weights, tiles, rows)

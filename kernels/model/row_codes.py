@@ -69,15 +69,10 @@ def round_rows(x: Tensor, format_: RowFormat, norm: Norm | None = None) -> RowCo
     if norm is None and format_.num_groups > 1:
         width = min(width, max(_AT_ONCE, format_.group))
     _round_rows_kernel[len(x), triton.cdiv(format_.width, width)](
-        x_ptr=x,
-        norm_ptr=norm.weight if norm is not None else None,
-        eps=norm.eps if norm is not None else 0.0,
-        x_stride=x.stride(0),
-        NUM_IN=x.shape[1],
-        **places_of(rows, format_),
-        **block_of_row(width),
-        **dependent_launch(x.device),
-    )
+        x_ptr=x, norm_ptr=norm.weight if norm is not None else None,
+        eps=norm.eps if norm is not None else 0.0, x_stride=x.stride(0), NUM_IN=x.shape[1],
+        **places_of(rows, format_), **block_of_row(width), **dependent_launch(x.device),
+    )  # fmt: skip
     return rows
 
 

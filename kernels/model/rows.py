@@ -67,25 +67,11 @@ def lay_out(
     row_ids, logits_rows = sequences.new_empty(num_rows), sequences.new_empty(num_logits)
     num_parts = min(triton.cdiv(max(num_rows, num_logits, 1), _ROWS), _MOST_PARTS)
     _lay_out_kernel[(num_seqs + 1, num_parts)](
-        rows,
-        row_ids,
-        logits_rows,
-        sequences,
-        sequences.stride(0),
-        num_tokens,
-        token_ids,
-        token_ids.stride(0),
-        block_table,
-        block_table.stride(0),
-        num_seqs,
-        num_rows,
-        num_logits,
-        len(num_tokens) - 1,
-        page_size,
-        ahead,
-        ROWS=_ROWS,
-        SEQS=_SEQS,
-    )
+        rows, row_ids, logits_rows, sequences, sequences.stride(0), num_tokens, token_ids,
+        token_ids.stride(0), block_table, block_table.stride(0), num_seqs, num_rows, num_logits,
+        len(num_tokens) - 1, page_size, ahead,
+        ROWS=_ROWS, SEQS=_SEQS,
+    )  # fmt: skip
     return rows, row_ids, logits_rows
 
 
@@ -133,15 +119,9 @@ def places_of(
         return page * page_size + positions % page_size
     places = torch.empty_like(positions)
     _places_of_kernel[(triton.cdiv(len(places), _ROWS),)](
-        places,
-        slot_of_row,
-        positions,
-        block_table,
-        block_table.stride(0),
-        len(places),
-        page_size,
+        places, slot_of_row, positions, block_table, block_table.stride(0), len(places), page_size,
         ROWS=_ROWS,
-    )
+    )  # fmt: skip
     return places
 
 

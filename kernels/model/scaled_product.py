@@ -101,30 +101,14 @@ def scaled_product(
         num_rows, tile["BLOCK_M"]
     )
     _scaled_kernel[num_tiles, 1 if is_whole else num_splits](
-        out,
-        x.codes,
-        x.scale,
-        matrix.codes,
-        matrix.scale,
-        bias,
-        num_rows,
-        num_out,
-        width,
-        share,
+        out, x.codes, x.scale, matrix.codes, matrix.scale, bias, num_rows, num_out, width, share,
         matrix.scale.stride(0),
-        EVEN=is_even,
-        LAST=last,
-        AHEAD=ahead > 0,
-        GROUP=matrix.group if num_groups > 1 else 0,
-        NUM_GROUPS=num_groups,
-        ROWS=matrix.rows,
-        SPLITS=num_splits if is_whole else 1,
-        GATED=gated,
+        EVEN=is_even, LAST=last, AHEAD=ahead > 0, GROUP=matrix.group if num_groups > 1 else 0,
+        NUM_GROUPS=num_groups, ROWS=matrix.rows, SPLITS=num_splits if is_whole else 1, GATED=gated,
         ADDS=adds,
         enable_fp_fusion=False,  # otherwise only some tiles would round a scaled sum
-        **tile,
-        **dependent_launch(x.codes.device),
-    )
+        **tile, **dependent_launch(x.codes.device),
+    )  # fmt: skip
 
 
 def _tile(

@@ -99,24 +99,13 @@ def add_parts(
     rows = empty_rows(residual, format_, out) if norm is not None else None
     _add_parts_kernel[(num_rows,)](
         residual,
-        parts_ptr=parts,
-        bias_ptr=bias,
-        norm_ptr=norm.weight if norm is not None else None,
-        eps=norm.eps if norm is not None else 0.0,
-        num_real_ptr=num_real,
-        num_rows=num_rows,
-        residual_stride=residual.stride(0),
-        flags_ptr=flags,
-        meetings_ptr=meetings,
-        rank=rank,
-        NUM_IN=width,
-        **places_of(rows, format_),
-        SPLITS=len(parts),
-        MOST_ROWS=most_rows,
-        MOST_TRIES=most_tries,
-        **block_of_row(width if format_ is None else format_.width),
+        parts_ptr=parts, bias_ptr=bias, norm_ptr=norm.weight if norm is not None else None,
+        eps=norm.eps if norm is not None else 0.0, num_real_ptr=num_real, num_rows=num_rows,
+        residual_stride=residual.stride(0), flags_ptr=flags, meetings_ptr=meetings, rank=rank,
+        NUM_IN=width, **places_of(rows, format_), SPLITS=len(parts), MOST_ROWS=most_rows,
+        MOST_TRIES=most_tries, **block_of_row(width if format_ is None else format_.width),
         **dependent_launch(residual.device),
-    )
+    )  # fmt: skip
     return rows
 
 

@@ -148,34 +148,13 @@ def pass_rows(
     extra = triton.cdiv(size - 1 + most_before, size)
     num_parts = len(x) // size + num_seqs * extra
     prepare_kernel[(triton.cdiv(num_heads, _HEADS), num_parts)](
-        convolved,
-        factors,
-        starts,
-        x,
-        x.stride(0),
-        scalars,
-        scalars.stride(0),
-        weights.convolution,
-        *weights.convolution.stride(),
-        weights.bias,
-        weights.a_log,
-        weights.dt_bias,
-        memory.ring,
-        memory.ring.stride(0),
-        *sequences,
-        *covered,
-        num_seqs,
-        size,
-        extra,
-        heads.key_dim**-0.5,
-        **sizes,
-        WIDTH=heads.row_width,
-        TAPS=num_taps,
-        HEADS=_HEADS,
-        BLOCK_D=triton.next_power_of_2(max(heads.key_dim, heads.value_dim)),
-        ROWS=_ROWS,
+        convolved, factors, starts, x, x.stride(0), scalars, scalars.stride(0), weights.convolution,
+        *weights.convolution.stride(), weights.bias, weights.a_log, weights.dt_bias, memory.ring,
+        memory.ring.stride(0), *sequences, *covered, num_seqs, size, extra, heads.key_dim**-0.5,
+        **sizes, WIDTH=heads.row_width, TAPS=num_taps, HEADS=_HEADS,
+        BLOCK_D=triton.next_power_of_2(max(heads.key_dim, heads.value_dim)), ROWS=_ROWS,
         **dependent_launch(x.device),
-    )
+    )  # fmt: skip
     extra = triton.cdiv(CELL - 1 + most_before, CELL)
     num_cells = len(x) // CELL + num_seqs * extra
     cells = torch.empty(

@@ -218,14 +218,7 @@ def bisect_rows(step: Step, stats: BlockStats, rows: RowOutcomes, out: torch.Ten
     """Finish the rows in the list `to_bisect`."""
     device, blocks = step.logits.device, stats.max.shape[1]
     _bisect_kernel[(min(len(rows.to_bisect), num_programs(device, _PROGRAMS_PER_SM)),)](
-        *step.arguments(blocks),
-        stats,
-        rows,
-        out,
-        NB=triton.next_power_of_2(blocks),
-        TILE=_TILE,
-        STEP=_KEY_STEPS[step.logits.dtype],
-        **dependent_launch(device),
-        num_warps=_WARPS,
-        maxnreg=_MAX_REGISTERS,
-    )
+        *step.arguments(blocks), stats, rows, out,
+        NB=triton.next_power_of_2(blocks), TILE=_TILE, STEP=_KEY_STEPS[step.logits.dtype],
+        **dependent_launch(device), num_warps=_WARPS, maxnreg=_MAX_REGISTERS,
+    )  # fmt: skip

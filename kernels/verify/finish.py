@@ -112,19 +112,10 @@ def finish(step: Step, num_blocks: int, rows: RowOutcomes, out: torch.Tensor) ->
     device = step.logits.device
     mass = step.logits.new_empty(len(rows.to_read) * num_blocks, dtype=torch.int64)
     _read_kernel[(min(len(mass), num_programs(device, _PROGRAMS_PER_SM)),)](
-        *step.arguments(num_blocks),
-        mass,
-        rows,
-        **dependent_launch(device),
-        num_warps=_WARPS,
-        maxnreg=_MAX_REGISTERS,
-    )
+        *step.arguments(num_blocks), mass, rows,
+        **dependent_launch(device), num_warps=_WARPS, maxnreg=_MAX_REGISTERS,
+    )  # fmt: skip
     _draw_kernel[(len(rows.num_open),)](
-        *step.arguments(num_blocks),
-        mass,
-        rows,
-        out,
-        NB=triton.next_power_of_2(num_blocks),
-        **dependent_launch(device),
-        num_warps=_DRAW_WARPS,
-    )
+        *step.arguments(num_blocks), mass, rows, out,
+        NB=triton.next_power_of_2(num_blocks), **dependent_launch(device), num_warps=_DRAW_WARPS,
+    )  # fmt: skip

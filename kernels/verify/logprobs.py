@@ -55,19 +55,10 @@ def gather_logprobs(
         new((num_rows, num_top), dtype=torch.float32),
     )
     _logprobs_kernel[(num_rows,)](
-        logits,
-        logits.stride(0),
-        vocab_size,
-        stats,
-        blocks,
-        token_ids.contiguous(),
-        num_top,
+        logits, logits.stride(0), vocab_size, stats, blocks, token_ids.contiguous(), num_top,
         *logprobs,
-        NB=triton.next_power_of_2(blocks),
-        BLOCK_GROUPS=BLOCK // GROUP,
-        GROUP=GROUP,
-        num_warps=8,
-    )
+        NB=triton.next_power_of_2(blocks), BLOCK_GROUPS=BLOCK // GROUP, GROUP=GROUP, num_warps=8,
+    )  # fmt: skip
     return logprobs
 
 

@@ -43,17 +43,10 @@ def rank(sequences: torch.Tensor, num_seqs: int, most: int, log_odds: torch.Tens
     width, columns = sequences.shape[1], log_odds.shape[1]
     ranked = Ranked(sequences.new_empty(num_seqs), sequences.new_empty(num_seqs, columns))
     _rank_kernel[(num_seqs,)](
-        ranked,
-        sequences,
-        num_seqs,
-        most,
-        log_odds,
-        log_odds.stride(0),
-        columns,
-        SEQS=width,
-        COLUMNS=triton.next_power_of_2(columns),
+        ranked, sequences, num_seqs, most, log_odds, log_odds.stride(0), columns,
+        SEQS=width, COLUMNS=triton.next_power_of_2(columns),
         num_warps=4 if width * triton.next_power_of_2(columns) <= 2048 else 8,
-    )
+    )  # fmt: skip
     return ranked
 
 

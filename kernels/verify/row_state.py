@@ -220,16 +220,10 @@ def row_state(
     scratch_rows = len(logits) if filters else 0
     num_warps, max_registers = _SHAPES[filters]
     _row_state_kernel[(len(step.slot) * (step.max_drafts + 1),)](
-        *step.arguments(blocks),
-        stats,
-        logits.new_empty((scratch_rows, CANDIDATE_SCRATCH), dtype=torch.int64),
-        CANDIDATE_SCRATCH,
-        rows,
-        out,
-        FILTERS=filters,
-        NB=triton.next_power_of_2(blocks),
-        GROUPS=triton.next_power_of_2(blocks * (BLOCK // GROUP)),
-        **dependent_launch(logits.device),
-        num_warps=num_warps,
-        maxnreg=max_registers,
-    )
+        *step.arguments(blocks), stats,
+        logits.new_empty((scratch_rows, CANDIDATE_SCRATCH), dtype=torch.int64), CANDIDATE_SCRATCH,
+        rows, out,
+        FILTERS=filters, NB=triton.next_power_of_2(blocks),
+        GROUPS=triton.next_power_of_2(blocks * (BLOCK // GROUP)), **dependent_launch(logits.device),
+        num_warps=num_warps, maxnreg=max_registers,
+    )  # fmt: skip

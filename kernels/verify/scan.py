@@ -233,22 +233,9 @@ def scan(
     )
     programs = min(shape[0] * shape[1], num_programs(logits.device, _PROGRAMS_PER_SM))
     _scan_kernel[(programs,)](
-        logits,
-        logits.stride(0),
-        logits.shape[1],
-        vocab_size,
-        *shape,
-        cu_rows,
-        len(logits) if cu_rows is None else len(cu_rows) - 1,
-        slot,
-        sampling,
-        offset,
-        kept,
-        0 if kept is None else kept.shape[1],
-        stats,
-        counters,
-        DEPENDENT=dependent_launch(logits.device)["DEPENDENT"],
-        num_warps=1,
-        maxnreg=64,
-    )
+        logits, logits.stride(0), logits.shape[1], vocab_size, *shape, cu_rows,
+        len(logits) if cu_rows is None else len(cu_rows) - 1, slot, sampling, offset, kept,
+        0 if kept is None else kept.shape[1], stats, counters,
+        DEPENDENT=dependent_launch(logits.device)["DEPENDENT"], num_warps=1, maxnreg=64,
+    )  # fmt: skip
     return stats
