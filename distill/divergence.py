@@ -91,11 +91,7 @@ class _MeanDivergence(torch.autograd.Function):
 
 
 def _loss_and_gradient(
-    name: Divergence,
-    top_ids: Tensor,
-    top_log_probs: Tensor,
-    logits: Tensor,
-    weight: float | Tensor,
+    name: Divergence, top_ids: Tensor, top_log_probs: Tensor, logits: Tensor, weight: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """The divergence summed over rows, and its gradient [N, V] in the logits' dtype."""
     ids = top_ids.long()

@@ -41,11 +41,7 @@ _TRAINING_SHARE = 0.95  # of the time that is left: what follows takes some too
 
 
 def train_draft(
-    recipe: Recipe,
-    work: Path,
-    extent: Extent,
-    until_s: float | None,
-    report: ReportProgress,
+    recipe: Recipe, work: Path, extent: Extent, until_s: float | None, report: ReportProgress
 ) -> tuple[HeldOut, Extent]:
     """Train on the recipe's text on every device, and save the draft to `work / "draft"`.
 

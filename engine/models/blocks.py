@@ -98,10 +98,7 @@ class Stack(PagedLayers):
     @property
     def linears(self) -> list[Layer[Weight]]:
         """All linear layers that a pass computes."""
-        return [
-            *(each for block in self.blocks for each in block.linears),
-            self.output_layer,
-        ]
+        return [*(each for block in self.blocks for each in block.linears), self.output_layer]
 
     @property
     def weights(self) -> list[Weight]:

@@ -131,13 +131,7 @@ class AnyCheckpoint(ABC):
         return tensor
 
     def norm(
-        self,
-        name: str,
-        size: int,
-        eps: float,
-        *,
-        adds_one: bool = False,
-        cut: Cut | None = None,
+        self, name: str, size: int, eps: float, *, adds_one: bool = False, cut: Cut | None = None
     ) -> Norm:
         """With `adds_one` the checkpoint has what its factors are more than 1.
 

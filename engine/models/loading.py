@@ -93,15 +93,7 @@ def load_network(
         dtype = resolve_dtype(config.dtype, hf_config, device)
         quantised = quantised_format(config, hf_config)
         loader = _Loader(
-            config,
-            hf_config,
-            dtype,
-            device,
-            report,
-            role,
-            batch_invariant,
-            cache_dtype,
-            share,
+            config, hf_config, dtype, device, report, role, batch_invariant, cache_dtype, share
         )
         decoder, reason = loader.own_decoder(quantised)
         if decoder is not None:

@@ -41,11 +41,7 @@ class Original:
     """transformers' own code for a model, without weights."""
 
     def __init__(
-        self,
-        config: PreTrainedConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        last_norm: str,
+        self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, last_norm: str
     ) -> None:
         """`last_norm`: the name of the norm behind the last layer.
 

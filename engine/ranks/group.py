@@ -61,10 +61,7 @@ class RankGroup:
         self._on_gpu = on_gpu = device.type == "cuda"
         store = _torch_dist.FileStore(meeting_point, self.size)
         dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            store=store,
-            rank=self.rank,
-            world_size=self.size,
+            "nccl" if on_gpu else "gloo", store=store, rank=self.rank, world_size=self.size
         )
         self._has_joined = True
         self.is_apart = False

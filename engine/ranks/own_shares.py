@@ -150,8 +150,5 @@ class OwnShares:
     def room(self) -> int:
         """Bytes that pages may take."""
         return left_bytes(
-            self.device,
-            self._utilization,
-            step_bytes=self._step_bytes,
-            freed_bytes=self._num_bytes,
+            self.device, self._utilization, step_bytes=self._step_bytes, freed_bytes=self._num_bytes
         )

@@ -27,11 +27,7 @@ _MOST_ERROR = 0.02  # relative; weights that are rounded to bfloat16 make 0.004
 @functools.cache
 @torch.inference_mode()
 def try_warpgroup_attention(
-    heads: Heads,
-    page_size: int,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    device: torch.device,
+    heads: Heads, page_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
 ) -> None:
     """If kernels for Hopper GPUs are for such layers, compute a short prompt and a few rows by
     them; if that fails, log why, and let them be for such layers no more. To be called where

@@ -163,11 +163,7 @@ def _sane(logits: Tensor, router: Router) -> Tensor:
 
 
 def routing_of(
-    ids: Tensor,
-    weights: Tensor,
-    num_experts: int,
-    num_shared: int = 0,
-    rows: Tensor | None = None,
+    ids: Tensor, weights: Tensor, num_experts: int, num_shared: int = 0, rows: Tensor | None = None
 ) -> Routing:
     """A routing whose experts are chosen already. Shape: [T, k] each."""
     return Routing(ids, weights, tiles_of(ids, num_experts, num_shared), rows)

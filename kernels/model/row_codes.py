@@ -77,11 +77,7 @@ def round_rows(x: Tensor, format_: RowFormat, norm: Norm | None = None) -> RowCo
 
 
 def empty_rows(
-    like: Tensor,
-    format_: RowFormat | None,
-    out: Tensor | None = None,
-    *,
-    size: int | None = None,
+    like: Tensor, format_: RowFormat | None, out: Tensor | None = None, *, size: int | None = None
 ) -> Rows:
     """Memory for as many rows, in which a kernel stores them as a layer wants them (`places_of`).
 

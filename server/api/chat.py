@@ -125,10 +125,7 @@ class _ChatAnswer(ChoicesAnswer):
         call: dict[str, Any] = {"index": block.num_calls - 1, kind: {argument: text}}
         if is_new:
             call[kind]["name"] = block.started_call.name
-            call |= {
-                "id": self._service.message_format.call_id(block.started_call),
-                "type": kind,
-            }
+            call |= {"id": self._service.message_format.call_id(block.started_call), "type": kind}
         return {"tool_calls": [call]}
 
     def _logprobs(self, tokens: list[Token]) -> ChatLogprobs:

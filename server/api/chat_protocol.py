@@ -27,10 +27,7 @@ class Message(APIRequest):
             "anyOf": [
                 {
                     "required": ["tool_calls"],
-                    "properties": {
-                        "role": {"const": "assistant"},
-                        "tool_calls": {"type": "array"},
-                    },
+                    "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array"}},
                 },
                 {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
             ]

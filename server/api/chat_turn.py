@@ -157,11 +157,7 @@ class _Turn:
             if calls.input_grammar is not None:
                 return RawCall(calls.tools[0]["function"]["name"])
             return self.service.message_format.parser(
-                self.prompt,
-                tools,
-                continued=body.continued,
-                must_call=calls.required,
-                **shape,
+                self.prompt, tools, continued=body.continued, must_call=calls.required, **shape
             )
 
         return [

@@ -243,11 +243,7 @@ class Generation:
 
     @classmethod
     async def start(
-        cls,
-        client: EngineClient,
-        samples: Sequence[Sample],
-        metrics: Metrics,
-        timeout_s: float,
+        cls, client: EngineClient, samples: Sequence[Sample], metrics: Metrics, timeout_s: float
     ) -> "Generation":
         """Submit all samples together; raises what `EngineClient.generate` raises."""
         start_s = time.perf_counter()

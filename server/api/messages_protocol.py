@@ -172,11 +172,7 @@ class AnthropicMessage(APIRequest):
             if said:
                 yield self._turn(said)
                 said = []
-            yield {
-                "role": "tool",
-                "tool_call_id": block.tool_use_id,
-                "content": block.text,
-            }
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
         if said or not self.content:
             yield self._turn(said)
 

@@ -38,10 +38,7 @@ def _is_format(value: object) -> bool:
     match value:
         case None | {"type": "text"}:
             return True
-        case {
-            "type": "grammar",
-            "grammar": {"syntax": "lark" | "regex", "definition": str()},
-        }:
+        case {"type": "grammar", "grammar": {"syntax": "lark" | "regex", "definition": str()}}:
             return True
     return False
 

@@ -83,12 +83,7 @@ class APIError(HTTPException):
         if self.status_code == 429:
             kind = "rate_limit_error"
         return {
-            "error": {
-                "message": self.message,
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         }
 
     def anthropic_body(self) -> dict[str, Any]:

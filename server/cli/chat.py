@@ -40,9 +40,7 @@ def chat_command(
     temperature: Annotated[
         float | None,
         typer.Option(
-            metavar="NUMBER",
-            parser=finite,
-            help="Sampling temperature. [default: the server's]",
+            metavar="NUMBER", parser=finite, help="Sampling temperature. [default: the server's]"
         ),
     ] = None,
     max_tokens: Annotated[

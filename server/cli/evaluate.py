@@ -37,9 +37,7 @@ def evaluate_command(
     temperature: Annotated[
         list[float] | None,
         typer.Option(
-            metavar="NUMBER",
-            parser=finite,
-            help="Temperature; repeatable. [default: 0, 0.8]",
+            metavar="NUMBER", parser=finite, help="Temperature; repeatable. [default: 0, 0.8]"
         ),
     ] = None,
     k: Annotated[

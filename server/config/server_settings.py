@@ -129,8 +129,7 @@ class ServerSettings(SettingsSection):
         "this machine by any of its names, on any port; *: any origin.",
     )
     cors_credentials: bool = Field(
-        default=False,
-        description="Let these pages send cookies and other credentials.",
+        default=False, description="Let these pages send cookies and other credentials."
     )
     tls_certificate: SettingPath | None = Field(
         default=None, description="PEM file; with tls_key, the server speaks HTTPS."

@@ -55,8 +55,7 @@ def _by_files(settings: Settings) -> PairWeights:
     settings, _ = choose(settings, target, config)
     dtype, draft = settings.target.dtype, settings.draft
     alone = EngineConfig(
-        target=model_config(target, dtype, settings.target),
-        device=_device(settings.target.device),
+        target=model_config(target, dtype, settings.target), device=_device(settings.target.device)
     )
     if not settings.speculation.has_draft_model:
         return _taken(f"{name} takes", alone)

@@ -143,11 +143,7 @@ def as_function(tool: dict[str, Any]) -> dict[str, Any]:
     description = str(tool["custom"].get("description") or "")
     if (grammar := _input_grammar(tool)) is not None:
         description += f"\n\nThe input must follow this {grammar.syntax}:\n{grammar.text}"
-    parameters = {
-        "type": "object",
-        "properties": {INPUT: {"type": "string"}},
-        "required": [INPUT],
-    }
+    parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
     function = {
         "name": tool["custom"]["name"],
         "description": description.strip(),
@@ -165,10 +161,7 @@ def _input_grammar(tool: dict[str, Any]) -> GrammarText | None:
         case {
             "type": "custom",
             "custom": {
-                "format": {
-                    "type": "grammar",
-                    "grammar": {"syntax": syntax, "definition": text},
-                }
+                "format": {"type": "grammar", "grammar": {"syntax": syntax, "definition": text}}
             },
         }:
             return GrammarText(syntax, text)

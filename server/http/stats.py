@@ -99,9 +99,7 @@ def add_stats_route(router: APIRouter, client: EngineClient, metrics: Metrics, g
         response_model=Stats,
         responses={200: {"description": "Events.", "content": {"text/event-stream": {}}}},
     )
-    async def stream(
-        interval_s: Annotated[float, Query(ge=0.1, le=60)] = 1.0,
-    ) -> Response:
+    async def stream(interval_s: Annotated[float, Query(ge=0.1, le=60)] = 1.0) -> Response:
         """The statistics as server-sent events, until the server stops or the client leaves."""
         return EventStream(events(interval_s), close=close, failed=failed)
 

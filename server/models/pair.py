@@ -113,11 +113,7 @@ def prepare_pair(settings: Settings, report: ReportProgress = ignore_progress) -
 
 
 def _pair(
-    settings: Settings,
-    target: Path,
-    config: Any,
-    template: str | None,
-    report: ReportProgress,
+    settings: Settings, target: Path, config: Any, template: str | None, report: ReportProgress
 ) -> Pair:
     """`template` is that of the settings, which goes before the model's own."""
     from outrider.engine.models.architectures import eos_token_ids
@@ -146,10 +142,7 @@ def _pair(
 
 
 def draft_directory(
-    settings: DraftSettings,
-    target: Path,
-    config: Any,
-    get: Callable[[str, str | None], Path],
+    settings: DraftSettings, target: Path, config: Any, get: Callable[[str, str | None], Path]
 ) -> Path:
     """The draft's directory. `config` is the target's; `get` gets that of a model and revision.
 

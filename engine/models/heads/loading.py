@@ -37,15 +37,7 @@ from ..unread import layer_of
 from ..weights import Dense, Layer, Linear
 from .block_head import BlockHead, Context
 from .chain import ConfidenceHead, MarkovHead, Selector
-from .config import (
-    MTP_COUNTS,
-    MTP_HEAD,
-    BlockConfig,
-    HeadConfig,
-    HeadError,
-    head_kind,
-    mtp_names,
-)
+from .config import MTP_COUNTS, MTP_HEAD, BlockConfig, HeadConfig, HeadError, head_kind, mtp_names
 from .eagle3 import Eagle3Head
 from .head import Head
 from .mtp import MtpHead

@@ -162,12 +162,7 @@ class Attention(Part):
         return query, qkv
 
     def _add_attended(
-        self,
-        x: Tensor,
-        query: Tensor,
-        qkv: Tensor,
-        next_norm: Norm | None,
-        batch: ForwardBatch,
+        self, x: Tensor, query: Tensor, qkv: Tensor, next_norm: Norm | None, batch: ForwardBatch
     ) -> Rows | None:
         """Let rows attend, and add the outputs to x; returns next_norm(x) or None."""
         attended = self.attention(query, batch)
