@@ -65,11 +65,7 @@ def test_it_is_the_product_of_the_numbers_that_codes_stand_for(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        module,
-        KERNEL,
-        Kernel(seed=num_rows, name=KERNEL),
-    )
+    monkeypatch.setattr(module, KERNEL, Kernel(seed=num_rows, name=KERNEL))
     x, matrix = make_rows(num_rows, num_in, dtype), make_matrix((1 + gated) * num_out, num_in)
     bias = normals(1)(len(matrix.codes)).to(dtype) if has_bias else None
     expected = exact(x, matrix, bias, gated=gated)
@@ -141,11 +137,7 @@ def test_any_order_of_warps_and_copies_gives_the_same(
     x, matrix = make_rows(40, 5120, torch.float16), make_matrix(320, 5120)
     outs = []
     for each in (100, seed):
-        monkeypatch.setattr(
-            module,
-            KERNEL,
-            Kernel(None, each, KERNEL),
-        )
+        monkeypatch.setattr(module, KERNEL, Kernel(None, each, KERNEL))
         outs.append(out := torch.zeros(40, 160, dtype=torch.float16))
         block_scaled_few_rows(out, x, matrix, None, num_splits=1, gated=True)
     assert torch.equal(*outs)

@@ -247,11 +247,7 @@ def test_kernel_equals_the_formulas(num_rows: int, with_norm: bool, kind: str) -
     ],
 )
 def test_narrow_matrices_of_every_format(
-    name: str,
-    num_rows: int,
-    size: int,
-    activation: Activation,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, num_rows: int, size: int, activation: Activation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_tiles, "_TILES", (size,))
     experts, x = (

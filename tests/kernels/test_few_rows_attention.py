@@ -20,12 +20,7 @@ from outrider.kernels.triton_or_none import HAS_GLUON
 
 if HAS_GLUON:
     from gluon_interpreter import Kernel
-    from warpgroup_attention import (
-        Layer,
-        exact,
-        list_few_rows,
-        random_pages,
-    )
+    from warpgroup_attention import Layer, exact, list_few_rows, random_pages
 
 pytestmark = MARKS
 

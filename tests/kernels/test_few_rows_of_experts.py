@@ -88,10 +88,7 @@ class Kind:
 
 
 PLAIN = Kind(
-    few_rows_experts,
-    "_few_rows_of_plain_experts_kernel",
-    plain_matrix,
-    trial.try_few_rows_experts,
+    few_rows_experts, "_few_rows_of_plain_experts_kernel", plain_matrix, trial.try_few_rows_experts
 )
 MXFP4 = Kind(mxfp4_few_rows, "_few_rows_of_experts_kernel", mxfp4_matrix, trial.try_mxfp4_few_rows)
 
@@ -223,9 +220,7 @@ def test_the_trial_takes_every_form(
 @pytest.mark.parametrize("kind", [MXFP4])
 @pytest.mark.usefixtures("kind")
 def test_the_trial_takes_every_form_and_fills_stages_again(
-    tried: Callable[[], bool],
-    launched: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    tried: Callable[[], bool], launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on an H200."""
     forms = set()

@@ -132,9 +132,7 @@ def test_volatile_loads_of_parts_leave_out_no_bytes() -> None:
     with machine_code.launches(machine_code.H100) as kernels:
         format_ = RowFormat(torch.float8_e4m3fn, 128, 40, 5120)
         add_parts(
-            empty(4, 5120),
-            empty(4, 4, 5120, dtype=torch.float32),
-            Norm(empty(5120), 1e-5, format_),
+            empty(4, 5120), empty(4, 4, 5120, dtype=torch.float32), Norm(empty(5120), 1e-5, format_)
         )
     code = kernels[0].asm["ttgir"]
     used = re.findall(r"isVolatile = true} : tensor<\w+x!tt.ptr<f32>, (#\w+)>", code)

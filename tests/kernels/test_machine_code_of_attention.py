@@ -44,11 +44,7 @@ def test_prompts_do_not_overwrite_what_is_multiplied(dtype: torch.dtype) -> None
     ],
 )
 def test_every_kind_of_prompt_fits_a_hopper_gpu(
-    heads: tuple[int, int, int],
-    page: int,
-    window: int | None,
-    has_sinks: bool,
-    cache: torch.dtype,
+    heads: tuple[int, int, int], page: int, window: int | None, has_sinks: bool, cache: torch.dtype
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
     with machine_code.launches(machine_code.H100) as kernels:

@@ -70,8 +70,7 @@ def test_one_row_of_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "with_sinks", "batch_invariant"),
-    pairwise([None, 300], [False, True], [False, True]),
+    ("window", "with_sinks", "batch_invariant"), pairwise([None, 300], [False, True], [False, True])
 )
 def test_splits_of_long_sequences_are_merged(
     window: int | None, with_sinks: bool, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch

@@ -68,11 +68,7 @@ def test_rows_choose_by_sigmoids(num_rows: int, kind: str) -> None:
 @pytest.mark.parametrize(("num_shared", "is_gated"), [(1, True), (3, True), (2, False), (0, True)])
 @pytest.mark.parametrize("sigmoid", [False, True])
 def test_every_row_takes_the_shared_experts_last(
-    num_rows: int,
-    num_shared: int,
-    is_gated: bool,
-    sigmoid: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    num_rows: int, num_shared: int, is_gated: bool, sigmoid: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_tiles, "_SLICE", 256)  # several programs list an expert's pairs
     chosen = Router(2, sigmoid=sigmoid, scale=1.5)

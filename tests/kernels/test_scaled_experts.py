@@ -33,13 +33,7 @@ from outrider.kernels.model.experts_product import experts_product
 from outrider.kernels.model.narrow_matrix import NarrowMatrix, RowFormat, narrow_matrix
 from outrider.kernels.model.rms_norm import Norm, rms_norm
 from outrider.kernels.model.routing import Router, Routing, route
-from outrider.kernels.model.row_codes import (
-    RowCodes,
-    normed_rows,
-    plain,
-    round_rows,
-    rounded_rows,
-)
+from outrider.kernels.model.row_codes import RowCodes, normed_rows, plain, round_rows, rounded_rows
 
 randn = normals(0)
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs a GPU or Triton's interpreter")

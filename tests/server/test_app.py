@@ -210,9 +210,7 @@ def test_chunked_body_is_counted_while_it_is_read(serve: Serve) -> None:
 def test_closed_gate_turns_new_requests_away_and_lets_others_finish(serve: Serve) -> None:
     async def run() -> None:
         go_on = asyncio.Event()
-        served = serve(
-            lambda request: [(o := steps(request, [70, 71]))[0], go_on, o[1]],
-        )
+        served = serve(lambda request: [(o := steps(request, [70, 71]))[0], go_on, o[1]])
         running = start_post(served.app, OK | {"stream": True}, path="/v1/completions")
         await running.until_body()
         served.gate.open = False

@@ -289,8 +289,7 @@ def test_command_says_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "says"),
-    [("in.jsonl", "the same file"), ("a/b", "No such"), ("/", "Is a directory")],
+    ("output", "says"), [("in.jsonl", "the same file"), ("a/b", "No such"), ("/", "Is a directory")]
 )
 def test_an_output_that_cannot_be_is_reported_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, says: str

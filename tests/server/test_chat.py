@@ -173,11 +173,7 @@ def test_token_ids_come_along_when_asked_for(
             "messages",
             "messages[0].content[0]: expected a part with text; images, audio and files",
         ),
-        (
-            {"messages": [{"role": "nurse", "content": "Hi"}]},
-            "messages",
-            "nobody is called nurse",
-        ),
+        ({"messages": [{"role": "nurse", "content": "Hi"}]}, "messages", "nobody is called nurse"),
         (
             {
                 "messages": [
@@ -195,10 +191,7 @@ def test_token_ids_come_along_when_asked_for(
         ({"tools": [TOOL], "tool_choice": {}}, "tool_choice", "Field required"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         (
-            {
-                "tools": [TOOL],
-                "tool_choice": {"type": "function", "function": {"name": "news"}},
-            },
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "news"}}},
             "tool_choice",
             "not among the tools",
         ),

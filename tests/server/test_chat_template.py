@@ -66,9 +66,5 @@ def test_templates_without_a_default_say_so() -> None:
     assert template is not None
     with pytest.raises(ChatTemplateError, match="none of its templates is the default: rag"):
         template.render(
-            [USER],
-            tools=[],
-            add_generation_prompt=True,
-            continue_final_message=False,
-            variables={},
+            [USER], tools=[], add_generation_prompt=True, continue_final_message=False, variables={}
         )

@@ -60,9 +60,7 @@ def test_the_example_describes_every_setting_at_its_default(home: Path) -> None:
         assert field.description in words
 
 
-def test_drafts_that_are_known_are_listed_with_their_kinds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_drafts_that_are_known_are_listed_with_their_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     lines = outrider("models", "drafts").stdout.splitlines()
     assert any("Qwen3 8B" in line and "EAGLE-3 head" in line for line in lines)

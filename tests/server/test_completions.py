@@ -82,8 +82,7 @@ def test_a_stream_that_the_engine_outruns_has_fewer_chunks(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [("Hi", 1), (["Hi", "Ho"], 2), ([5, 6], 1), ([[5, 6], [7]], 2)],
+    ("prompt", "expected"), [("Hi", 1), (["Hi", "Ho"], 2), ([5, 6], 1), ([[5, 6], [7]], 2)]
 )
 def test_prompt_in_every_form(serve: Serve, prompt: Any, expected: int) -> None:
     served = serve()
@@ -197,9 +196,7 @@ def test_stop_string_ends_the_answer_and_the_sequence(serve: Serve, tokenizer: T
 
 def test_stopped_sequence_is_aborted_while_others_run(serve: Serve, tokenizer: Tokenizer) -> None:
     texts = ["one two three", "four five six seven"]
-    served = serve(
-        lambda request: saying(tokenizer, texts[int(request.request_id[-1])])(request),
-    )
+    served = serve(lambda request: saying(tokenizer, texts[int(request.request_id[-1])])(request))
     answer = post(served.app, {"prompt": "Hi", "n": 2, "stop": "tw"}).json()
     assert [choice["text"] for choice in answer["choices"]] == ["one ", texts[1]]
     assert served.client.aborted == [served.client.submitted[0][0].request_id]
@@ -230,8 +227,7 @@ def test_stop_token_is_counted_but_not_shown(serve: Serve, tokenizer: Tokenizer)
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", last)
     assert answer["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"])
     shown = post(
-        served.app,
-        {"prompt": "Hi", "stop_token_ids": [last], "include_stop_str_in_output": True},
+        served.app, {"prompt": "Hi", "stop_token_ids": [last], "include_stop_str_in_output": True}
     )
     assert shown.json()["choices"][0]["text"] == "one two x"
 

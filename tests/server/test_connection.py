@@ -258,10 +258,7 @@ def full(serve: Serve) -> Iterator[str]:
     """A server below /models/a whose only connection has a request."""
     forever = asyncio.Event()
     served = serve(lambda request: [steps(request, [70, 71])[0], forever], root_path="/models/a")
-    with (
-        on_a_socket(served, max_connections=1, root_path="/models/a") as url,
-        connect(url) as busy,
-    ):
+    with on_a_socket(served, max_connections=1, root_path="/models/a") as url, connect(url) as busy:
         busy.sendall(post(LENGTH, OK))
         until(lambda: len(served.client.submitted) == 1)
         yield url

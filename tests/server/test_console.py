@@ -100,13 +100,7 @@ def test_summary_names_the_draft_and_its_kind(
     assert info is not None
     info = replace(info, proposer=proposer, draft_dtype="float32")
     caplog.set_level(logging.INFO, "outrider.server")
-    show_summary(
-        settings,
-        info,
-        HERMES,
-        "http://127.0.0.1:8000",
-        Console(file=io.StringIO()),
-    )
+    show_summary(settings, info, HERMES, "http://127.0.0.1:8000", Console(file=io.StringIO()))
     assert f"draft: {says}" in caplog.text
 
 
@@ -182,11 +176,5 @@ def test_summary_says_how_memory_is_used(
     caplog.set_level(logging.INFO, "outrider.server")
     for info in (plain, replace(plain, **facts)):
         caplog.clear()
-        show_summary(
-            settings,
-            info,
-            HERMES,
-            "http://127.0.0.1:8000",
-            Console(file=io.StringIO()),
-        )
+        show_summary(settings, info, HERMES, "http://127.0.0.1:8000", Console(file=io.StringIO()))
         assert (says in caplog.text) == (info is not plain)

@@ -104,10 +104,7 @@ def test_a_full_disk_does_not_matter_once_the_pair_is_there(
 
 @pytest.mark.parametrize(
     ("setting", "words"),
-    [
-        ("api_key_file", "server.api_key_file: cannot read"),
-        ("tls", "server.tls_certificate) with"),
-    ],
+    [("api_key_file", "server.api_key_file: cannot read"), ("tls", "server.tls_certificate) with")],
 )
 def test_files_for_clients_that_cannot_be_used_are_missing(
     tmp_path: Path, setting: str, words: str

@@ -15,11 +15,7 @@ from scripted_client import steps
 from served import Served
 from socket_server import on_a_socket
 
-from outrider.engine.api import (
-    InvalidRequestError,
-    NewRequest,
-    QueueFullError,
-)
+from outrider.engine.api import InvalidRequestError, NewRequest, QueueFullError
 from outrider.engine.processes.client import EngineUnavailableError
 from outrider.server.base.fields import MAX_LOGPROBS
 

@@ -71,9 +71,7 @@ def test_priority_is_for_the_keys_that_the_config_names(
 ) -> None:
     (tmp_path / "keys").write_text("# of the night shift\nfour\n")
     served = serve(
-        api_keys=("one",),
-        priority_api_keys=("three",),
-        priority_api_key_file=tmp_path / "keys",
+        api_keys=("one",), priority_api_keys=("three",), priority_api_key_file=tmp_path / "keys"
     )
     refused = send(served, "one", body | {"priority": priority}, path)
     assert (refused.status, refused.error["param"]) == (403, "priority")

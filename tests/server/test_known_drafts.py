@@ -25,10 +25,7 @@ from outrider.server.models.store import ModelError
 
 def target(name: str, model_type: str, vocab_size: int, billions: float) -> Target:
     return Target(
-        name=name,
-        model_type=model_type,
-        vocab_size=vocab_size,
-        num_parameters=int(billions * 1e9),
+        name=name, model_type=model_type, vocab_size=vocab_size, num_parameters=int(billions * 1e9)
     )
 
 

@@ -14,13 +14,7 @@ from served import Served
 from outrider.engine.api import NewRequest, RequestOutput, SamplingParams
 from outrider.engine.processes.client import EngineUnavailableError, OutputStream
 from outrider.server.api import answer, choices, responses
-from outrider.server.api.generation import (
-    TURN_OUTPUTS,
-    Delta,
-    Generation,
-    Sample,
-    TextOptions,
-)
+from outrider.server.api.generation import TURN_OUTPUTS, Delta, Generation, Sample, TextOptions
 from outrider.server.api.protocol import APIResponse
 from outrider.server.api.responses_protocol import ResponseObject
 from outrider.server.observe.metrics import Metrics

@@ -307,10 +307,7 @@ def test_what_is_said_to_the_template_itself_goes_before() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images are not"),
-        (
-            {"messages": [{"role": "user", "content": [PDF]}]},
-            "other documents are not supported",
-        ),
+        ({"messages": [{"role": "user", "content": [PDF]}]}, "other documents are not supported"),
         ({"messages": [{"role": "nurse", "content": "Hi"}]}, "messages[0].role"),
         ({"tools": [{"name": "x"}]}, "input_schema"),
         (

@@ -370,11 +370,7 @@ def test_a_head_may_come_pickled(models: Path, tmp_path: Path) -> None:
     [((1, 2, 7), None, "after layers 1, 2, 7"), ((1, 2, 7), "[1,2,3]", None)],
 )
 def test_a_head_of_a_deeper_target_is_refused_before_anything_is_loaded(
-    models: Path,
-    tmp_path: Path,
-    boundaries: tuple[int, ...],
-    layers: str | None,
-    says: str | None,
+    models: Path, tmp_path: Path, boundaries: tuple[int, ...], layers: str | None, says: str | None
 ) -> None:
     head = save_tiny_head(tmp_path / "head", models / "target", boundaries=boundaries)
     settings = settings_for(models, str(head), *([f"draft.head_layers={layers}"] if layers else []))

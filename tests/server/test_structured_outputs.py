@@ -96,13 +96,7 @@ def test_each_spelling_is_followed(tiny: Serve) -> None:
     assert len(texts[1]) == 2
     for (text,), pattern in zip(
         texts[2:7],
-        [
-            r"[a-c]{2,4}/\d\d",
-            "yes|no",
-            '(naïve café|say "no"\n|🙂)',
-            "a[0-9]{3}",
-            "a[0-9]{2}",
-        ],
+        [r"[a-c]{2,4}/\d\d", "yes|no", '(naïve café|say "no"\n|🙂)', "a[0-9]{3}", "a[0-9]{2}"],
         strict=True,
     ):
         assert re.fullmatch(pattern, text)
@@ -237,11 +231,7 @@ def test_json_mode_gives_objects(tiny: Serve) -> None:
 def test_an_answer_that_is_complete_before_min_tokens_is_an_answer_in_every_api(
     tiny: Serve,
 ) -> None:
-    base = {
-        "temperature": 0,
-        "min_tokens": 20,
-        "structured_outputs": {"json": {"type": "boolean"}},
-    }
+    base = {"temperature": 0, "min_tokens": 20, "structured_outputs": {"json": {"type": "boolean"}}}
     messages = [{"role": "user", "content": "Answer:"}]
     bodies: dict[str, dict[str, Any]] = {
         "/completions": {"prompt": "Answer:", "max_tokens": 40},

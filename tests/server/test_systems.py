@@ -91,13 +91,7 @@ def test_gpu_tests_need_no_package_of_the_server() -> None:
     command = [sys.executable, "-P", "-c", COLLECT, *files]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
 

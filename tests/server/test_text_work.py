@@ -13,12 +13,7 @@ import pytest
 from message_parts import joined
 
 from outrider.server.api import input_items
-from outrider.server.api.input_items import (
-    CustomCallItem,
-    Item,
-    MessageItem,
-    ReasoningItem,
-)
+from outrider.server.api.input_items import CustomCallItem, Item, MessageItem, ReasoningItem
 from outrider.server.api.messages_protocol import (
     AnthropicMessage,
     TextBlock,

@@ -129,10 +129,7 @@ def test_each_of_several_samples_has_its_own(serve: Serve) -> None:
         return steps(request, [first] * 3, sizes=(3,), num_drafts=3)
 
     choices = post(serve(by_index).app, COMPLETION | {"n": 2}).json()["choices"]
-    assert [ids(choice["trace"][0]["drafts"]) for choice in choices] == [
-        [70, 70, 71],
-        [71, 71, 72],
-    ]
+    assert [ids(choice["trace"][0]["drafts"]) for choice in choices] == [[70, 70, 71], [71, 71, 72]]
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

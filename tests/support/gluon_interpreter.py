@@ -87,13 +87,7 @@ _MODULES = {
         ("_cell_by_cell_kernel", state_warpgroups),
         ("_many_rows_kernel", many_rows_product, many_rows_tiles, rms_norm, silu_mul, tiles),
         ("_few_rows_of_plain_experts_kernel", few_rows_experts, silu_mul, dependent_launch),
-        (
-            "_few_rows_of_experts_kernel",
-            mxfp4_few_rows,
-            narrow_numbers,
-            silu_mul,
-            dependent_launch,
-        ),
+        ("_few_rows_of_experts_kernel", mxfp4_few_rows, narrow_numbers, silu_mul, dependent_launch),
     )
 }
 
@@ -297,10 +291,7 @@ class Kernel:
     """In place of a kernel; by default that of prompts. `num_programs`: in place of its grid."""
 
     def __init__(
-        self,
-        num_programs: int | None = None,
-        seed: int = 0,
-        name: str = "_prompt_attention_kernel",
+        self, num_programs: int | None = None, seed: int = 0, name: str = "_prompt_attention_kernel"
     ) -> None:
         self._num_programs, self._seed, self._name = num_programs, seed, name
         self.num_launches = 0

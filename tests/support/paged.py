@@ -69,10 +69,7 @@ class _LinearInputs(TorchFunctionMode):
 
 @torch.inference_mode()
 def paged_logits(
-    model: Network,
-    sequences: list[list[int]],
-    steps: list[list[tuple[int, int]]],
-    graphs: bool,
+    model: Network, sequences: list[list[int]], steps: list[list[tuple[int, int]]], graphs: bool
 ) -> list[torch.Tensor]:
     """Run the steps, each a (start, length) range per sequence; all rows' logits of each step."""
     slots = Slots(len(sequences), 128, 8, PAGE, DEVICE, model.vocab_size)

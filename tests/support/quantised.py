@@ -313,8 +313,7 @@ FORMATS = {
     "fp8 of tensors": Format({"quant_method": "fp8"}, fp8_of_tensor),
     "fp8 of blocks": Format(_BLOCKS, fp8_of_blocks("weight_scale_inv", torch.float32)),
     "fp8 of blocks, e8m0": Format(
-        {**_BLOCKS, "scale_fmt": "ue8m0"},
-        fp8_of_blocks("weight_scale_inv", torch.float8_e8m0fnu),
+        {**_BLOCKS, "scale_fmt": "ue8m0"}, fp8_of_blocks("weight_scale_inv", torch.float8_e8m0fnu)
     ),
     "fp8 of blocks, inputs too": Format(
         {**_BLOCKS, "activation_scheme": "dynamic"},

@@ -153,10 +153,7 @@ GRAMMARS: list[tuple[str, Check]] = [
     ('start: "[" [item ("," item)*] "]"\nitem: /[0-9]/ | start', json.loads),
     ('start: p+\np: "(" p* ")" | "[" p* "]"', _balanced),
     ('start: "a" start "b" | ""', lambda text: "ab" not in text.replace("ab", "", 1)),
-    (
-        'start: same\nsame: "a" same "a" | "b" same "b" | "c"',
-        lambda text: text == text[::-1],
-    ),
+    ('start: same\nsame: "a" same "a" | "b" same "b" | "c"', lambda text: text == text[::-1]),
     (
         'start: pair ("," pair){1,3}\npair: KEY "=" VALUE\nKEY: /[a-c]/\nVALUE: /[0-9]{1,2}/',
         _matches(r"[a-c]=\d{1,2}(,[a-c]=\d{1,2}){1,3}"),

@@ -4,13 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from outrider.engine.api import (
-    EngineInfo,
-    EngineStats,
-    NewRequest,
-    RequestOutput,
-    TokenLogprobs,
-)
+from outrider.engine.api import EngineInfo, EngineStats, NewRequest, RequestOutput, TokenLogprobs
 from outrider.engine.processes.client import EngineState, EngineUnavailableError
 from outrider.server.text.tokenizer import Tokenizer
 

@@ -9,14 +9,7 @@ import torch
 
 from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.cpu import layers
-from outrider.kernels.edits import (
-    bad_words,
-    bitmask,
-    edited_rows,
-    penalties,
-    thinking,
-    token_bias,
-)
+from outrider.kernels.edits import bad_words, bitmask, edited_rows, penalties, thinking, token_bias
 from outrider.kernels.verify import logprobs as logprobs_module
 from outrider.kernels.verify import verify as verify_module
 from outrider.kernels.verify.sampling import STATE_WIDTH, Rule, Sampling
