@@ -12,11 +12,21 @@
 namespace {
 
 constexpr int INTEGER_ROWS = 4;  // that one call computes, at most
-constexpr int GROUPS_AHEAD = 4;  // whose codes are asked for before they are needed
+constexpr int GROUPS_AHEAD = 12;  // which are asked for before they are needed
 
 #if defined(__AVX2__)
 constexpr float HIGHEST_INPUT = 127 * 256;
 constexpr float LEAST_INPUT = 1e-30f;  // a group of less counts as 0
+
+// Ask for a later group than this one. The processor's own guesses end where another thread reads
+// on, and are too few where it computes for long. Into the L2 cache: less is waited for there.
+template <class FORMAT>
+inline void fetch_ahead(const uint8_t* group) {
+    constexpr int bytes = FORMAT::scale_bytes + FORMAT::code_bytes;
+#pragma GCC unroll 20
+    for (int i = 0; i < bytes; i += 64)
+        _mm_prefetch((const char*)group + GROUPS_AHEAD * bytes + i, _MM_HINT_T1);
+}
 
 struct Scaled {  // what 32 inputs stand for besides their digits
     float scale, sum;
@@ -77,13 +87,7 @@ __attribute__((target("avx512vnni"))) void integer_tile(
     for (int block = 0; block < blocks; block++, x++) {
 #pragma GCC unroll 2
         for (int part = 0; part < PARTS; part++) {
-            // At fewer rows the processor's own guesses are enough, as they are for 8 bits.
-            if constexpr (R >= 3 && Codes::has_offset) {
-                constexpr int bytes = FORMAT::scale_bytes + FORMAT::code_bytes;
-#pragma GCC unroll 16
-                for (int i = 0; i < bytes; i += 64)
-                    _mm_prefetch((const char*)at + GROUPS_AHEAD * bytes + i, _MM_HINT_T0);
-            }
+            fetch_ahead<FORMAT>(at);
             F scale[2], offset[2] = {};
             FORMAT::scales(at, scale, offset);
             at += FORMAT::scale_bytes;
@@ -172,9 +176,7 @@ void integer_tile(
         for (int part = 0; part < PARTS; part++) {
             const uint8_t *scales = at, *codes = at + FORMAT::scale_bytes;
             at = codes + FORMAT::code_bytes;
-            // At one row already the processor's own guesses are too few.
-            for (int i = 0; i < at - scales; i += 64)
-                _mm_prefetch((const char*)scales + GROUPS_AHEAD * (at - scales) + i, _MM_HINT_T0);
+            fetch_ahead<FORMAT>(scales);
             for (int these = 0; these < 2; these++) {
                 __m256i dot[R][2] = {};
                 // Left alone, GCC reads more inputs ahead than there are registers.
