@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Discriminator, FailFast, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
-from ..base.content import TextOr, text_of, type_of
+from ..base.content import TextOr, by_type, text_of, type_of
 from ..base.fields import MAX_TOOLS, APIRequest, Int, MaxTokens, StopString, UnknownField
 from ..base.unknown_fields import IGNORED, Body
 from .chat_protocol import ChatCompletionRequest
@@ -50,11 +50,6 @@ class ToolUseBlock(APIRequest):
 TextBlocks = TypeAliasType("TextBlocks", Annotated[list[TextBlock], FailFast()])
 
 
-def _source_kind(value: object) -> str | None:
-    kind = type_of(value)
-    return f"<{kind}>" if kind in ("text", "content") else None
-
-
 def _result_kind(value: object) -> str:
     return "<document>" if type_of(value) == "document" else "<text>"
 
@@ -87,7 +82,7 @@ class DocumentBlock(APIRequest):
     source: Annotated[
         Annotated[PlainText, Tag("<text>")] | Annotated[BlocksOfText, Tag("<content>")],
         Discriminator(
-            _source_kind,
+            by_type("text", "content"),
             custom_error_type="source_type",
             custom_error_message="expected a source of type text or content; other documents are "
             "not supported",
@@ -131,13 +126,6 @@ class ToolResultBlock(APIRequest):
 
 
 BLOCKS = ("text", "document", "thinking", "redacted_thinking", "tool_use", "tool_result")
-
-
-def _block_kind(value: object) -> str | None:
-    kind = type_of(value)
-    return f"<{kind}>" if kind in BLOCKS else None
-
-
 ContentBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[DocumentBlock, Tag("<document>")]
@@ -146,7 +134,7 @@ ContentBlock = Annotated[
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")],
     Discriminator(
-        _block_kind,
+        by_type(*BLOCKS),
         custom_error_type="block_type",
         custom_error_message=f"expected a block of type {', '.join(BLOCKS)}; images are not "
         "supported",

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, FailFast, Field, Tag
 
+from ..base.content import by_class
 from ..base.errors import invalid_value, unsupported
 from ..base.fields import MAX_TOOLS
 from ..base.unknown_fields import IGNORED, Body
@@ -37,23 +38,10 @@ FIELDS = {
 LATEST = ":latest"  # which Ollama's clients add to a name without a tag
 
 
-def _kind_of_format(value: object) -> str | None:
-    if isinstance(value, dict):
-        return "<schema>"
-    return "<name>" if isinstance(value, str) else None
-
-
-def _kind_of_thinking(value: object) -> str | None:
-    if isinstance(value, bool):
-        return "<switch>"
-    return "<effort>" if isinstance(value, str) else None
-
-
-# By the kind that it has, so that what is wrong is reported once, not once a kind.
 Format = Annotated[
     Annotated[Literal["", "json"], Tag("<name>")] | Annotated[dict[str, Any], Tag("<schema>")],
     Discriminator(
-        _kind_of_format,
+        by_class({str: "<name>", dict: "<schema>"}),
         custom_error_type="format_type",
         custom_error_message="expected 'json' or a JSON schema, which is an object",
     ),
@@ -61,7 +49,7 @@ Format = Annotated[
 Think = Annotated[
     Annotated[bool, Tag("<switch>")] | Annotated[Literal["low", "medium", "high"], Tag("<effort>")],
     Discriminator(
-        _kind_of_thinking,
+        by_class({bool: "<switch>", str: "<effort>"}),
         custom_error_type="think_type",
         custom_error_message="expected true, false, 'low', 'medium' or 'high'",
     ),

@@ -1,6 +1,6 @@
 """What is said in a message, whatever the API: a string, or a list of parts."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import Discriminator, FailFast, Tag
@@ -17,17 +17,20 @@ class HasText(Protocol):
 Parts = TypeVar("Parts")
 
 
-def _kind(value: object) -> str | None:
-    """Decide between the two first, so that what is wrong is reported once, not once a kind."""
-    if isinstance(value, str):
-        return "<text>"
-    return "<list>" if isinstance(value, list) else None
+def by_class(kinds: dict[type, str]) -> Callable[[object], str | None]:
+    """Decides between kinds first, so that what is wrong is reported once, not once a kind."""
+    return lambda value: kinds.get(type(value))
+
+
+def by_type(*kinds: str) -> Callable[[object], str | None]:
+    """The same by the type that parts say that they have."""
+    return lambda value: f"<{kind}>" if (kind := type_of(value)) in kinds else None
 
 
 TextOr = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[Parts, Tag("<list>")],
     Discriminator(
-        _kind,
+        by_class({str: "<text>", list: "<list>"}),
         custom_error_type="content_type",
         custom_error_message="expected a string or a list of parts",
     ),
