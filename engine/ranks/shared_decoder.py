@@ -8,16 +8,14 @@ all have the same bits.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.kernels._dispatch import uses_triton
-from outrider.kernels.model.expert_matrix import Activation
 from outrider.kernels.model.experts import PairRows
-from outrider.kernels.model.narrow_matrix import RowFormat
 from outrider.kernels.model.rms_norm import Norm
 from outrider.kernels.model.routing import Routing
 from outrider.kernels.model.row_codes import Rows
@@ -138,15 +136,22 @@ class FollowedPhase(Phase[Pass]):
         super().capture(integers_np, shape, tensors)
 
 
-class SummedOverRanks(Matrix):
-    """A matrix of which each rank has a range of inputs, so that its products are parts of sums."""
+class _OverRanks(Weight):
+    """A weight of which each rank has a range of inputs, so that its products are parts of sums."""
 
-    def __init__(self, weight: Matrix, group: RankGroup) -> None:
-        self._weight, self._group = weight, group
+    def __init__(self, weight: Any, group: RankGroup) -> None:
+        self._weight, self._group = weight, group  # of the same kind
         self.shape, self.num_bytes = weight.shape, weight.num_bytes
         self.format, self.input_eps = weight.format, weight.input_eps
         self.batch_invariant, self.row_format = weight.batch_invariant, weight.row_format
 
+    def dequantised(self) -> Tensor:
+        """Of this rank alone."""
+        own: Tensor = self._weight.dequantised()
+        return own
+
+
+class SummedOverRanks(_OverRanks, Matrix):
     def multiply(self, x: Rows, bias: Tensor | None, **fused: Unpack[Fused]) -> Tensor:
         assert not fused, "sums over ranks are only added"
         rows = x if isinstance(x, Tensor) else x.codes
@@ -160,32 +165,13 @@ class SummedOverRanks(Matrix):
         parts = self._group.parts(residual, lambda out: self._weight.multiply(x, None, out=out))
         return _add(residual, parts, bias, norm)
 
-    def dequantised(self) -> Tensor:
-        """Of this rank alone."""
-        return self._weight.dequantised()
 
-
-class ExpertsOverRanks(ExpertWeights):
-    """Experts of each of which every rank has a range of inputs.
-
-    So all ranks do the same for a row, whichever experts it takes, and a rank adds its part of all
+class ExpertsOverRanks(_OverRanks, ExpertWeights):
+    """All ranks do the same for a row, whichever experts it takes, and a rank adds its part of all
     of them in one sum.
     """
 
-    def __init__(self, weight: ExpertWeights, group: RankGroup) -> None:
-        self._weight, self._group = weight, group
-        self.shape, self.num_bytes = weight.shape, weight.num_bytes
-        self.format, self.input_eps = weight.format, weight.input_eps
-        self.batch_invariant, self.row_format = weight.batch_invariant, weight.row_format
-
-    def activations(
-        self,
-        x: Rows,
-        routing: Routing,
-        bias: Tensor | None,
-        activation: Activation,
-        wanted: RowFormat | None,
-    ) -> PairRows:
+    def activations(self, *_: object) -> PairRows:
         raise TypeError("the first layer of experts is shared by its outputs")
 
     def add_to(
@@ -197,10 +183,6 @@ class ExpertsOverRanks(ExpertWeights):
             return part
 
         return _add(x, self._group.parts(x, compute), None, norm)
-
-    def dequantised(self) -> Tensor:
-        """Of this rank alone."""
-        return self._weight.dequantised()
 
     def packed(self, *, rounds: bool) -> ExpertWeights:
         return self
