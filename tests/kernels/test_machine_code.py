@@ -9,7 +9,6 @@ import pytest
 import torch
 from kernel_launches import attention, deep, delta_nets, empty, make_experts, make_matrix, mamba2s
 
-from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model.block_scaled_product import block_scaled_product
 from outrider.kernels.model.expert_matrix import SILU, Activation, ExpertMatrix, Glu
 from outrider.kernels.model.expert_tiles import ExpertTiles
@@ -34,12 +33,7 @@ from outrider.kernels.model.split_product import PeerParts, add_parts
 from outrider.kernels.triton_or_none import HAS_GLUON
 
 machine_code = pytest.importorskip("machine_code", exc_type=ImportError)
-pytestmark = [
-    pytest.mark.skipif(
-        INTERPRET or not machine_code.DISASSEMBLER.exists(), reason="needs Triton's compiler"
-    ),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels would forget what graphs use"),
-]
+pytestmark = machine_code.MARKS
 
 
 def test_a_launch_may_follow_an_import_without_triton() -> None:

@@ -8,19 +8,13 @@ import pytest
 import torch
 from kernel_launches import attention, deep, empty
 
-from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model.attention_items import list_items
 from outrider.kernels.model.paged_attention import paged_attention
 from outrider.kernels.model.prompt_attention import is_for
 from outrider.kernels.triton_or_none import HAS_GLUON
 
 machine_code = pytest.importorskip("machine_code", exc_type=ImportError)
-pytestmark = [
-    pytest.mark.skipif(
-        INTERPRET or not machine_code.DISASSEMBLER.exists(), reason="needs Triton's compiler"
-    ),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels would forget what graphs use"),
-]
+pytestmark = machine_code.MARKS
 
 
 @pytest.mark.deep

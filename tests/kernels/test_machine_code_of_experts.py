@@ -6,7 +6,6 @@ import pytest
 import torch
 from kernel_launches import deep, empty, make_experts, make_matrix
 
-from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model import block_scaled_experts, mxfp4_few_rows
 from outrider.kernels.model.block_scaled_experts import tiled_activations, tiled_parts
 from outrider.kernels.model.expert_matrix import RELU_SQUARED, SILU, Activation, ExpertMatrix, Glu
@@ -18,12 +17,7 @@ from outrider.kernels.model.row_codes import RowCodes
 from outrider.kernels.triton_or_none import HAS_GLUON
 
 machine_code = pytest.importorskip("machine_code", exc_type=ImportError)
-pytestmark = [
-    pytest.mark.skipif(
-        INTERPRET or not machine_code.DISASSEMBLER.exists(), reason="needs Triton's compiler"
-    ),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels would forget what graphs use"),
-]
+pytestmark = machine_code.MARKS
 
 
 # With 7 steps each is a loop's only one, also in small tiles.

@@ -7,18 +7,12 @@ import pytest
 import torch
 from kernel_launches import deep, delta_nets, empty, mamba2s, states
 
-from outrider.kernels._dispatch import INTERPRET
 from outrider.kernels.model.state_layer import StateHeads
 from outrider.kernels.model.state_warpgroups import is_for as passes_by_warpgroups
 from outrider.kernels.triton_or_none import HAS_GLUON
 
 machine_code = pytest.importorskip("machine_code", exc_type=ImportError)
-pytestmark = [
-    pytest.mark.skipif(
-        INTERPRET or not machine_code.DISASSEMBLER.exists(), reason="needs Triton's compiler"
-    ),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels would forget what graphs use"),
-]
+pytestmark = machine_code.MARKS
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import pytest
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,7 +21,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
 
+from outrider.kernels._dispatch import INTERPRET
+
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+MARKS = [
+    pytest.mark.skipif(INTERPRET or not DISASSEMBLER.exists(), reason="needs Triton's compiler"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels would forget what graphs use"),
+]
 
 
 class Gpu(NamedTuple):
