@@ -65,9 +65,9 @@ class KnownDraft:
 _NARROW = r"fp8|fp4|nvfp4|mxfp4|awq|gptq|int[48]|[48]bit|w[48]a(4|8|16)|quantized|dynamic|block"
 
 
-def _head(one: tuple[str, str], model: str, kind: str, billions: float) -> KnownDraft:
-    """A head of one model, which `one` has in words and as its name ends."""
-    family, name = one
+def _head(of: str | tuple[str, str], model: str, kind: str, billions: float) -> KnownDraft:
+    """A head of one model, which `of` has in words and, if it is not the same, as its name ends."""
+    family, name = (of, re.escape(of.replace(" ", "-"))) if isinstance(of, str) else of
     return KnownDraft(
         model=model,
         num_parameters=int(billions * 1e9),
@@ -119,25 +119,11 @@ _GEMMA_3 = "gemma3_text", frozenset({262_144, 262_208})
 _QWEN_2 = "qwen2", frozenset({151_936, 152_064})
 _QWEN_3 = "qwen3", frozenset({151_936})
 # See `_head`.
-_QWEN_3_8B = "Qwen3 8B", "qwen3-8b"
-_QWEN_3_14B = "Qwen3 14B", "qwen3-14b"
-_QWEN_3_32B = "Qwen3 32B", "qwen3-32b"
 _LLAMA_31_8B = "Llama 3.1 8B Instruct", r"(meta-)?llama-3\.1-8b-instruct"
-_GPT_OSS_20B = "gpt-oss 20B", "gpt-oss-20b"
-_GPT_OSS_120B = "gpt-oss 120B", "gpt-oss-120b"
-_QWEN_3_30B = "Qwen3 30B-A3B", "qwen3-30b-a3b"
 _QWEN_3_30B_INSTRUCT = "Qwen3 30B-A3B Instruct", "qwen3-30b-a3b-instruct-2507"
 _QWEN_3_30B_THINKING = "Qwen3 30B-A3B Thinking", "qwen3-30b-a3b-thinking-2507"
 _OF_30B = "RedHatAI/Qwen3-30B-A3B"
-_QWEN_3_CODER = "Qwen3 Coder 30B-A3B Instruct", "qwen3-coder-30b-a3b-instruct"
 _EAGLE_OF_CODER = "lmsys/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct-SpecForge"
-_QWEN_35_9B = "Qwen3.5 9B", r"qwen3\.5-9b"
-_QWEN_35_27B = "Qwen3.5 27B", r"qwen3\.5-27b"
-_QWEN_35_35B = "Qwen3.5 35B-A3B", r"qwen3\.5-35b-a3b"
-_QWEN_36_27B = "Qwen3.6 27B", r"qwen3\.6-27b"
-_QWEN_36_35B = "Qwen3.6 35B-A3B", r"qwen3\.6-35b-a3b"
-_QWEN_38_27B = "Qwen3.8 27B", r"qwen3\.8-27b"
-_QWEN_CODER_NEXT = "Qwen3 Coder Next", "qwen3-coder-next"
 
 KNOWN_DRAFTS: Sequence[KnownDraft] = (
     KnownDraft(
@@ -149,26 +135,26 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
     ),
     _small("SmolLM2", "HuggingFaceTB/SmolLM2-135M-Instruct", 135, _SMOLLM_2, "smollm2"),
     _small("SmolLM2", DEFAULT_DRAFT, 17, _SMOLLM_2, "smollm2"),
-    _head(_QWEN_3_8B, "RedHatAI/Qwen3-8B-speculator.eagle3", "EAGLE-3", 0.4),
-    _head(_QWEN_3_14B, "RedHatAI/Qwen3-14B-speculator.eagle3", "EAGLE-3", 0.6),
-    _head(_QWEN_3_32B, "RedHatAI/Qwen3-32B-speculator.eagle3", "EAGLE-3", 0.8),
+    _head("Qwen3 8B", "RedHatAI/Qwen3-8B-speculator.eagle3", "EAGLE-3", 0.4),
+    _head("Qwen3 14B", "RedHatAI/Qwen3-14B-speculator.eagle3", "EAGLE-3", 0.6),
+    _head("Qwen3 32B", "RedHatAI/Qwen3-32B-speculator.eagle3", "EAGLE-3", 0.8),
     _head(_LLAMA_31_8B, "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "EAGLE-3", 0.45),
-    _head(_GPT_OSS_20B, "RedHatAI/gpt-oss-20b-speculator.eagle3", "EAGLE-3", 0.5),
+    _head("gpt-oss 20B", "RedHatAI/gpt-oss-20b-speculator.eagle3", "EAGLE-3", 0.5),
     # Sizes that were not looked up, but are about these.
-    _head(_GPT_OSS_120B, "RedHatAI/gpt-oss-120b-speculator.eagle3", "EAGLE-3", 0.5),
-    _head(_QWEN_3_30B, f"{_OF_30B}-speculator.eagle3", "EAGLE-3", 0.5),
+    _head("gpt-oss 120B", "RedHatAI/gpt-oss-120b-speculator.eagle3", "EAGLE-3", 0.5),
+    _head("Qwen3 30B-A3B", f"{_OF_30B}-speculator.eagle3", "EAGLE-3", 0.5),
     _head(_QWEN_3_30B_INSTRUCT, f"{_OF_30B}-Instruct-2507-speculator.eagle3", "EAGLE-3", 0.5),
     _head(_QWEN_3_30B_THINKING, f"{_OF_30B}-Thinking-2507-speculator.eagle3", "EAGLE-3", 0.5),
-    _head(_QWEN_3_CODER, "z-lab/Qwen3-Coder-30B-A3B-DFlash", "DFlash", 0.5),
-    _head(_QWEN_3_CODER, _EAGLE_OF_CODER, "EAGLE-3", 0.2),
-    _head(_QWEN_3_30B, f"{_OF_30B}-speculator.dflash", "DFlash", 0.68),
+    _head("Qwen3 Coder 30B-A3B Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash", "DFlash", 0.5),
+    _head("Qwen3 Coder 30B-A3B Instruct", _EAGLE_OF_CODER, "EAGLE-3", 0.2),
+    _head("Qwen3 30B-A3B", f"{_OF_30B}-speculator.dflash", "DFlash", 0.68),
     _head(_QWEN_3_30B_INSTRUCT, f"{_OF_30B}-Instruct-2507-speculator.dflash", "DFlash", 0.68),
-    _head(_GPT_OSS_20B, "z-lab/gpt-oss-20b-DFlash", "DFlash", 0.8),
-    _head(_GPT_OSS_120B, "z-lab/gpt-oss-120b-DFlash", "DFlash", 0.8),
+    _head("gpt-oss 20B", "z-lab/gpt-oss-20b-DFlash", "DFlash", 0.8),
+    _head("gpt-oss 120B", "z-lab/gpt-oss-120b-DFlash", "DFlash", 0.8),
     # The Qwen ones were trained on answers without thinking.
-    _head(_QWEN_3_8B, "deepseek-ai/dspark_qwen3_8b_block7", "DSpark", 1.75),
-    _head(_QWEN_3_8B, "z-lab/Qwen3-8B-DFlash-b16", "DFlash", 1.05),
-    _head(_QWEN_3_14B, "deepseek-ai/dspark_qwen3_14b_block7", "DSpark", 2.65),
+    _head("Qwen3 8B", "deepseek-ai/dspark_qwen3_8b_block7", "DSpark", 1.75),
+    _head("Qwen3 8B", "z-lab/Qwen3-8B-DFlash-b16", "DFlash", 1.05),
+    _head("Qwen3 14B", "deepseek-ai/dspark_qwen3_14b_block7", "DSpark", 2.65),
     _head(_LLAMA_31_8B, "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", "DFlash", 1.05),
     _small("Qwen3", "Qwen/Qwen3-0.6B", 600, _QWEN_3),
     _mtp("MiMo 7B", "mimo"),
@@ -177,14 +163,14 @@ KNOWN_DRAFTS: Sequence[KnownDraft] = (
     _mtp("Qwen3.5 to 3.8, mixtures", "qwen3_5_moe", "qwen3_5_moe_text"),
     _mtp("Qwen3-Next", "qwen3_next"),
     # Behind the heads in the checkpoints of these.
-    _head(_QWEN_35_9B, "z-lab/Qwen3.5-9B-DFlash", "DFlash", 1.0),
-    _head(_QWEN_35_27B, "z-lab/Qwen3.5-27B-DFlash", "DFlash", 1.74),
-    _head(_QWEN_35_35B, "z-lab/Qwen3.5-35B-A3B-DFlash", "DFlash", 0.39),
-    _head(_QWEN_36_27B, "z-lab/Qwen3.6-27B-DFlash", "DFlash", 1.74),
-    _head(_QWEN_36_35B, "z-lab/Qwen3.6-35B-A3B-DFlash", "DFlash", 0.39),
-    _head(_QWEN_CODER_NEXT, "z-lab/Qwen3-Coder-Next-DFlash", "DFlash", 0.5),
-    _head(_QWEN_38_27B, "z-lab/Qwen3.8-27B-DFlash2", "DFlash2", 1.92),
-    _head(_QWEN_38_27B, "RadixArk/Qwen3.8-27B-DSpark", "DSpark", 1.86),
+    _head("Qwen3.5 9B", "z-lab/Qwen3.5-9B-DFlash", "DFlash", 1.0),
+    _head("Qwen3.5 27B", "z-lab/Qwen3.5-27B-DFlash", "DFlash", 1.74),
+    _head("Qwen3.5 35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash", "DFlash", 0.39),
+    _head("Qwen3.6 27B", "z-lab/Qwen3.6-27B-DFlash", "DFlash", 1.74),
+    _head("Qwen3.6 35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash", "DFlash", 0.39),
+    _head("Qwen3 Coder Next", "z-lab/Qwen3-Coder-Next-DFlash", "DFlash", 0.5),
+    _head("Qwen3.8 27B", "z-lab/Qwen3.8-27B-DFlash2", "DFlash2", 1.92),
+    _head("Qwen3.8 27B", "RadixArk/Qwen3.8-27B-DSpark", "DSpark", 1.86),
     # Distilled from R1 over Qwen's and Llama's vocabularies, with special tokens of their own.
     _small(
         "DeepSeek-R1-Distill-Qwen",
