@@ -1,5 +1,6 @@
 """Options that several commands have, and the settings that come of them."""
 
+import contextlib
 import difflib
 import math
 from collections.abc import Mapping, Sequence
@@ -62,10 +63,10 @@ ModelOption = Annotated[
 
 def finite(given: str) -> float:
     """A number from 0 on that JSON has. Ranges of typer's let infinity pass, and older ones NaN."""
-    value = float(given)
-    if not 0 <= value < math.inf:
-        raise typer.BadParameter(f"{given} is no number from 0 on.")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(given)) < math.inf:
+            return value
+    raise typer.BadParameter(f"{given} is no number from 0 on.")
 
 
 def missing_model(settings: Settings) -> str | None:

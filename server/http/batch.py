@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import itertools
 import threading
 import uuid
 from codecs import BOM_UTF8
@@ -37,21 +38,24 @@ async def answer_lines(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Lines of the output file, as requests are done: each has the `custom_id` of its request.
 
-    A line that is no request gets an `error`; a request that is refused gets its `response`. Raises
-    EngineUnavailableError once no more can be answered.
+    A line that is no request gets an `error`, with the line's number; a request that is refused
+    gets its `response`. Raises EngineUnavailableError once no more can be answered.
     """
-    reading = asyncio.Lock()
+    reading, numbers = asyncio.Lock(), itertools.count(1)
     done: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
     async def work(http: httpx.AsyncClient) -> None:
         while True:
             async with reading:
-                line = await _next_line(file)
+                line, number = await _next_line(file), next(numbers)
             if not line:
                 return
             line = line.removeprefix(BOM_UTF8)  # editors on Windows begin files with it
             if line.strip():
-                done.put_nowait(await _answer(http, engine, line))
+                answer = await _answer(http, engine, line)
+                if answer["error"] is not None:
+                    answer["error"]["line"] = number
+                done.put_nowait(answer)
 
     async def work_at_once() -> None:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -99,7 +103,7 @@ async def _answer(http: httpx.AsyncClient, engine: EngineClient, line: bytes) ->
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, problem["loc"]))
-        message = f"{place}: {problem['msg']}".removeprefix(": ")
+        message = f"{place}: {problem['msg']}".removeprefix(": ").replace("line 1 column", "column")
         return result | {"custom_id": _id_of(line), "error": _invalid_line(message)}
     result["custom_id"] = request.custom_id
     for name in ("stream", "background"):

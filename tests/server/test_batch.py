@@ -87,6 +87,9 @@ def test_line_that_is_no_request_is_an_error_of_its_own(serve: Serve) -> None:
         each: answer["error"] and answer["error"]["message"] for each, answer in answered.items()
     }
     assert "Invalid JSON" in errors[None]  # type: ignore[index]
+    assert " line " not in errors[None]  # type: ignore[index]
+    numbers = {each: answer["error"]["line"] for each, answer in answered.items() if errors[each]}
+    assert {each: numbers[each] for each in "abg"} == {"a": 2, "b": 3, "g": 4}
     assert "url: Field required" in errors["a"]
     assert "stream" in errors["b"]
     assert "background" in errors["g"]

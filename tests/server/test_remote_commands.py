@@ -154,7 +154,7 @@ def test_what_keeps_from_asking_is_shown(
 def test_a_temperature_is_a_number_from_0_on(command: str, given: str) -> None:
     result = outrider(command, "--temperature", given)
     assert result.exit_code == 2
-    assert "--temperature" in result.stderr
+    assert f"'--temperature': {given} is no number from 0 on" in result.stderr
 
 
 def test_what_is_no_utf_8_is_sent_and_shown_as_far_as_it_goes(
