@@ -36,6 +36,7 @@ class CacheSettings(SettingsSection):
     host_gib: float = Field(
         default=0,
         ge=0,
+        le=2**20,
         allow_inf_nan=False,
         description="Host memory for cached pages whose room on the GPU is needed, in GiB. They "
         "come back when a prompt begins with their tokens again. 0: they are computed again.",
@@ -129,5 +130,5 @@ class EngineSettings(SettingsSection):
         "no limit.",
     )
     num_threads: int | None = Field(
-        default=None, ge=1, description="CPU threads of torch; unset: torch's own choice."
+        default=None, ge=1, le=1024, description="CPU threads of torch; unset: torch's own choice."
     )

@@ -215,6 +215,12 @@ def _in_words(problem: ErrorDetails) -> str:
             return "it must be true or false"
         case "literal_error":
             return f"it must be {context['expected']}"
+        case "string_type":
+            return "it must be text, in quotes"
+        case "path_type":
+            return "it must be a path, in quotes"
+        case "tuple_type":
+            return "it must be a list"
         case "string_too_short":
             return "it must not be empty"
     return problem["msg"].removeprefix("Value error, ")

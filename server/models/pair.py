@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from outrider.engine.api import ReportProgress, ignore_progress
 from outrider.engine.config import (
@@ -155,8 +155,9 @@ def draft_directory(
     draft = get(settings.model, settings.revision)
     if head_kind(draft):  # a head uses its target's tokenizer; the engine checks the rest
         _check_head(draft, config, settings)
-    elif settings.attention_window is not None:
-        _refuse_window(settings, "a draft that is no head attends as its config says")
+        return draft
+    for name in ("attention_window", "head_layers"):
+        _refuse_set(name, settings, "the draft is a model, not a head")
     return draft
 
 
@@ -308,20 +309,20 @@ def _check_head(directory: Path, target: Any, settings: DraftSettings) -> None:
     if settings.head_layers is None:
         head.boundaries_of(target.num_hidden_layers)
     head.check_vocabulary(target.vocab_size)
-    if settings.attention_window is not None and head.block is not None:
-        _refuse_window(settings, f"a {head.kind} head has windows of its own, or none")
+    if head.block is not None:
+        reason = f"a {head.kind} head has windows of its own, or none"
+        _refuse_set("attention_window", settings, reason)
 
 
-def _refuse_window(settings: DraftSettings, reason: str) -> NoReturn:
-    window = settings.attention_window
-    raise ModelError(f"draft.attention_window is {window}, but {reason}: leave it out")
+def _refuse_set(name: str, settings: DraftSettings, reason: str) -> None:
+    if (value := getattr(settings, name)) is not None:
+        raise ModelError(f"draft.{name} is {value}, but {reason}: leave it out")
 
 
 def _check_mtp(target: Path, settings: DraftSettings) -> None:
     """Refuse a target without an MTP head, before minutes of loading."""
     for name in ("revision", "head_layers"):
-        if getattr(settings, name) is not None:
-            raise ModelError(f"draft.{name} is set, but an MTP head has none: leave it out")
+        _refuse_set(name, settings, "an MTP head has none")
     mtp_names(target)
 
 

@@ -391,7 +391,7 @@ def test_a_head_of_an_unknown_kind_is_refused_before_anything_is_loaded(
         prepare_pair(settings_for(models, str(head)))
 
 
-def test_a_window_of_a_draft_that_has_none_is_refused_before_anything_is_loaded(
+def test_what_a_draft_has_not_is_refused_before_anything_is_loaded(
     models: Path, tmp_path: Path
 ) -> None:
     block = save_tiny_block_head(tmp_path / "block", models / "target", boundaries=(0, 1, 2))
@@ -401,14 +401,18 @@ def test_a_window_of_a_draft_that_has_none_is_refused_before_anything_is_loaded(
         with pytest.raises(ModelError, match=r"draft\.attention_window is 16, .* leave it out"):
             prepare_pair(settings_for(models, draft, window))
     assert prepare_pair(settings_for(models, str(head), window)).draft == head
+    layers = "draft.head_layers=[0,1,2]"
+    with pytest.raises(ModelError, match=r"draft\.head_layers is \(0, 1, 2\), .* leave it out"):
+        prepare_pair(settings_for(models, "draft", layers))
+    assert prepare_pair(settings_for(models, str(head), layers)).draft == head
 
 
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
         ("draft.dtype=auto", None),
-        ("draft.revision=main", r"draft\.revision is set, but an MTP head has none"),
-        ("draft.head_layers=[1,2]", r"draft\.head_layers is set, but an MTP head has none"),
+        ("draft.revision=main", r"draft\.revision is main, but an MTP head has none"),
+        ("draft.head_layers=[1,2]", r"draft\.head_layers is \(1, 2\), but an MTP head has none"),
     ],
 )
 def test_the_mtp_head_of_a_target_is_a_draft_by_the_name_of_mtp(

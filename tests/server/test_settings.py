@@ -1,5 +1,6 @@
 """Settings: what they accept, and which source wins."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -266,6 +267,24 @@ def test_broken_config_files_are_named(tmp_path: Path) -> None:
         load_settings(path, environ={})
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[server]\nport = true", "`server.port` is True: it must be a whole number"),
+        ("[cache]\nhost_gib = true", "`cache.host_gib` is True: it must be a number"),
+        ("[cache]\nnum_pages = false", "`cache.num_pages` is False: it must be a whole number"),
+        ("[target]\nmodel = 5", "`target.model` is 5: it must be text, in quotes"),
+        ("[server]\napi_key_file = 3", "`server.api_key_file` is 3: it must be a path, in quotes"),
+        ("[server]\nallowed_hosts = 'a'", "`server.allowed_hosts` is 'a': it must be a list"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_words(text: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=re.escape(says)):
+        load_settings(file, environ={})
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_has_all_sources_that_its_target_has_by_itself(path: Path) -> None:
     """`outrider serve CONFIG` drafts from the sources of `outrider serve MODEL`."""
@@ -381,6 +400,8 @@ def test_flags_set_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     ("flags", "reason"),
     [
         (["-k", "99"], "-k 99: at most 32"),
+        (["--num-threads", "100000"], "--num-threads 100000: at most 1024"),
+        (["--host-gib", "1e300"], "--host-gib 1e300: at most 1048576"),
         (["--port", "-1"], "--port -1: at least 0"),
         (["--max-model-len", "many"], "--max-model-len many: it must be a whole number"),
         (["--dtype", "int4"], "--dtype int4: it must be 'auto', 'float32', 'bfloat16' or"),
