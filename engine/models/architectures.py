@@ -77,15 +77,15 @@ def eos_token_ids(directory: Path, config: Any, tokenizer: Any) -> tuple[int, ..
     model's config, and the tokenizer's own. Raises ValueError if the generation config is damaged.
     """
     stated, path = None, directory / "generation_config.json"
-    if path.exists():
-        try:
+    try:
+        if path.exists():
             stated = json.loads(path.read_text("utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
-    if stated is None:
-        stated = getattr(config, "eos_token_id", None)
-    found = [*(stated if isinstance(stated, list) else [stated]), tokenizer.eos_token_id]
-    return tuple(sorted({int(token_id) for token_id in found if token_id is not None}))
+        if stated is None:
+            stated = getattr(config, "eos_token_id", None)
+        found = [*(stated if isinstance(stated, list) else [stated]), tokenizer.eos_token_id]
+        return tuple(sorted({int(token_id) for token_id in found if token_id is not None}))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 @contextmanager

@@ -334,7 +334,10 @@ def _tokenizer(directory: Path, settings: TargetSettings | DraftSettings) -> Any
             directory, trust_remote_code=settings.trust_remote_code, local_files_only=True
         )
     except Exception as error:  # the tokenizers library has a plain Exception for a damaged file
-        raise ModelError(f"cannot load the tokenizer of {directory}: {error}") from error
+        reason = str(error)
+        if isinstance(error, LookupError | AttributeError | TypeError):
+            reason = f"one of its files is damaged ({type(error).__name__}: {error})"
+        raise ModelError(f"cannot load the tokenizer of {directory}: {reason}") from error
 
 
 def _token_table(tokenizer: TokenizerData, vocab_size: int) -> TokenTable | None:

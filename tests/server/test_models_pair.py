@@ -195,8 +195,13 @@ def test_a_template_that_cannot_be_used_is_refused_before_any_model_is_looked_fo
     [
         ("generation_config.json", "{", r"generation_config\.json is damaged"),
         ("generation_config.json", "[]", r"generation_config\.json is damaged"),
+        ("generation_config.json", '{"eos_token_id": {}}', r"generation_config\.json is damaged"),
         ("model.safetensors", "{}", r"model\.safetensors is damaged"),
-        ("tokenizer.json", "[]", "cannot load the tokenizer of"),
+        (
+            "tokenizer.json",
+            "{}",
+            r"cannot load the tokenizer of .*: one of its files is damaged \(K",
+        ),
         ("config.json", "{", r"config\.json' is not a valid JSON file"),
     ],
 )
