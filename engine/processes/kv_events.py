@@ -13,6 +13,7 @@ from itertools import count
 import msgspec
 import zmq
 
+from ..config import ConfigError
 from ..memory.announcements import PageEvent, PageRemoved, PageStored
 
 _MEDIUM = "GPU"  # vLLM's name for the memory that the engine computes in, also on a CPU
@@ -57,16 +58,21 @@ class Publisher:
     """
 
     def __init__(self, endpoint: str, topic: str, page_size: int) -> None:
+        """Raises ConfigError if the endpoint cannot be used."""
         self._page_size = page_size
         self._topic = topic.encode()
         self._sequence = count()
         self._encoder = msgspec.msgpack.Encoder()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        if "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://"):
-            self._socket.bind(endpoint)
-        else:
-            self._socket.connect(endpoint)
+        is_bound = "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
+        try:
+            (self._socket.bind if is_bound else self._socket.connect)(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ConfigError(
+                f"cache.kv_events_endpoint is {endpoint!r}: {error.strerror}; name another"
+            ) from None
 
     def close(self) -> None:
         self._socket.close()

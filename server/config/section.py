@@ -22,10 +22,12 @@ class SettingsSection(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
-        """Pydantic would take it for 1."""
+    def _fits(cls, value: object, info: ValidationInfo) -> object:
+        """Pydantic would take true for 1, and a path with a NUL, at which system calls fail."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         kinds = {annotation, *get_args(annotation)}
         if isinstance(value, bool) and kinds & {int, float}:
             raise PydanticKnownError("float_type" if float in kinds else "int_type")
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError("no path or name has a NUL character in it")
         return value

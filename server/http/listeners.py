@@ -51,7 +51,8 @@ def bind_unix(path: Path) -> socket.socket:
         listener.bind(str(path))
         listener.listen()
     except OSError as error:
-        raise OSError(f"cannot listen at {path} (server.uds): {error.strerror}") from None
+        why = error.strerror or error  # a path that is too long has no number of an error
+        raise OSError(f"cannot listen at {path} (server.uds): {why}") from None
     return listener
 
 

@@ -1,6 +1,7 @@
 """What routers hear of the prefix cache, and in what form."""
 
 import random
+import re
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,7 +15,7 @@ from engines import engine_config
 from tiny_models import save_tiny_model
 
 from outrider.engine.api import NewRequest, ReportProgress, SamplingParams
-from outrider.engine.config import CacheConfig, EngineConfig
+from outrider.engine.config import CacheConfig, ConfigError, EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.memory.announcements import PageRemoved, PageStored
 from outrider.engine.memory.device_memory import DeviceMemory
@@ -175,6 +176,12 @@ def test_a_batch_is_three_frames_with_a_number_that_counts(
         publisher.publish([])
         publisher.publish([PageRemoved(b"\0" * 16)])
         assert heard(socket) == (first + 1, [["BlockRemoved", [0], "GPU"]])
+
+
+@pytest.mark.parametrize("endpoint", ["ipc:///not-there/socket", "tcp://*:x", "tcp://host"])
+def test_an_endpoint_that_cannot_be_used_is_named(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_events_endpoint is '{re.escape(endpoint)}': .*; na"):
+        Publisher(endpoint, "", PAGE)
 
 
 class Client:

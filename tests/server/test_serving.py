@@ -127,6 +127,8 @@ def test_server_can_listen_at_a_unix_socket(serve: Serve, tmp_path: Path) -> Non
         with pytest.raises(OSError, match="something else than a socket is there"):
             bind_unix(taken)
     assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(OSError, match="path too long"):
+        bind_unix(tmp_path / ("a" * 200))
     for others in ({"api_workers": 2}, {"metrics_port": 9000}):
         with pytest.raises(ValueError, match="one socket"):
             ServerSettings(uds=path, **others)  # type: ignore[arg-type]

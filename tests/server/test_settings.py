@@ -275,6 +275,7 @@ def test_broken_config_files_are_named(tmp_path: Path) -> None:
         ("[cache]\nnum_pages = false", "`cache.num_pages` is False: it must be a whole number"),
         ("[target]\nmodel = 5", "`target.model` is 5: it must be text, in quotes"),
         ("[server]\napi_key_file = 3", "`server.api_key_file` is 3: it must be a path, in quotes"),
+        ('[server]\nuds = "a\\u0000"', "no path or name has a NUL character in it"),
         ("[server]\nallowed_hosts = 'a'", "`server.allowed_hosts` is 'a': it must be a list"),
     ],
 )
