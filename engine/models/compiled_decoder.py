@@ -14,6 +14,7 @@ from outrider.kernels.model.rows import BatchRows
 from outrider.kernels.verify.cpu import LinesOfDrafts
 
 from ..state.batch import HostBatch
+from ..state.slots import Slots
 from .attention import ForwardBatch, PagedAttention
 from .blocks import Block
 from .decoder import Decoder
@@ -109,6 +110,16 @@ class CompiledDecoder(Decoder):
         self._decoder.shape.cache_is_bf16 = keys.dtype == torch.bfloat16
         self._decoder.shape.page_size = page_size
 
+    def bind_slots(self, slots: Slots) -> None:
+        super().bind_slots(slots)
+        num_tokens = pointer(slots.num_tokens, torch.int64)
+        token_ids, width = pointer(slots.token_ids, torch.int32), slots.token_ids.shape[1]
+        # What calls are given whose rows are looked up here; each fills in the rest.
+        self._given = (
+            self._batch(slots.block_tables[0]),
+            cpu.SlotsStruct(num_tokens=num_tokens, token_ids=token_ids, token_stride=width),
+        )
+
     @property
     def input_embedding(self) -> Tensor:
         return self.output_layer.weight.dequantised() if self._is_tied else self.embedding
@@ -129,9 +140,8 @@ class CompiledDecoder(Decoder):
         num_rows, num_logits = len(batch.input_ids), len(batch.logits_rows)
         if num_rows:
             self._reach(int(rows.positions.max()) + 1)
-        given, computed = self._given(
-            len(rows.seq_lens), num_rows, num_logits, batch.block_tables[0]
-        )
+        given = self._batch(batch.block_tables[0])
+        computed = self._writes(given, len(rows.seq_lens), num_rows, num_logits)
         given.first_rows = pointer(rows.cu_seqlens_q, torch.int64)
         given.lengths = pointer(rows.seq_lens, torch.int64)
         given.slots = pointer(rows.slots, torch.int64)
@@ -146,6 +156,7 @@ class CompiledDecoder(Decoder):
         """As any network does; one call looks the rows up and computes them."""
         assert batch.more is None, "on a CPU the host knows all rows"
         given, rows, computed = self._in_slots(batch)
+        rows.rows = 0
         if computed.taps is not None:
             num_seqs, num_rows, _ = batch.shape
             found = torch.empty(3 * num_rows + 2 * num_seqs + 1, dtype=torch.int64)
@@ -175,41 +186,37 @@ class CompiledDecoder(Decoder):
 
         The call goes on for up to `num_later` positions after each sequence's rows.
         """
-        slots = self._slots
-        known = slots.num_tokens.tolist()
+        known = self._slots.num_tokens.tolist()
         ends = [known[slot] + first + num for slot, first, num, _ in batch.sequences_np.T.tolist()]
         self._reach(max(ends, default=0) + num_later)
-        num_seqs, num_rows, num_logits = batch.shape
-        given, computed = self._given(num_seqs, num_rows, num_logits, slots.block_tables[0])
+        given, rows = self._given
+        computed = self._writes(given, *batch.shape)
         first, row_len = batch.sequences_np.ctypes.data, batch.sequences_np.strides[0]
-        rows = cpu.SlotsStruct(
-            *(first + i * row_len for i in range(4)),
-            pointer(slots.num_tokens, torch.int64),
-            pointer(slots.token_ids, torch.int32),
-            slots.token_ids.shape[1],
-        )
+        rows.slots, rows.starts = first, first + row_len
+        rows.row_counts, rows.logits_counts = first + 2 * row_len, first + 3 * row_len
         return given, rows, computed
 
-    def _given(
-        self, num_seqs: int, num_rows: int, num_logits: int, block_table: Tensor
-    ) -> tuple[cpu.BatchStruct, Pass]:
-        """A call's batch, still without its rows, and the tensors that it writes to."""
-        logits = self.place_of_logits(num_logits)
-        self._tapped = tapped = (c_int32 * len(self.tapped_layers))(*self.tapped_layers)
-        taps = torch.empty(num_rows, len(tapped), self._decoder.shape.hidden) if tapped else None
-        batch = cpu.BatchStruct(
-            sequences=num_seqs,
-            num_logits=num_logits,
+    def _batch(self, block_table: Tensor) -> cpu.BatchStruct:
+        """A call's batch, without its rows and the tensors that it writes to."""
+        return cpu.BatchStruct(
             block_table=pointer(block_table, torch.int32),
             block_table_stride=block_table.shape[1],
-            num_taps=len(tapped),
-            is_bf16=logits.dtype == torch.bfloat16,
-            tapped=addressof(tapped),
-            taps=pointer(taps, torch.float32),
-            logits=logits.data_ptr(),
-            vocab_size=self.vocab_size,
+            is_bf16=self.dtype == torch.bfloat16,
         )
-        return batch, Pass(logits, taps)
+
+    def _writes(
+        self, given: cpu.BatchStruct, num_seqs: int, num_rows: int, num_logits: int
+    ) -> Pass:
+        """Have a call of this shape write to these tensors."""
+        logits, taps = self.place_of_logits(num_logits), None
+        given.sequences, given.num_logits = num_seqs, num_logits
+        given.logits, given.vocab_size = logits.data_ptr(), self.vocab_size
+        if self.tapped_layers:
+            self._tapped = tapped = (c_int32 * len(self.tapped_layers))(*self.tapped_layers)
+            taps = torch.empty(num_rows, len(tapped), self._decoder.shape.hidden)
+            given.num_taps, given.tapped = len(tapped), addressof(tapped)
+            given.taps = pointer(taps, torch.float32)
+        return Pass(logits, taps)
 
     def _rounded(self, computed: Pass) -> Pass:
         taps = computed.taps
