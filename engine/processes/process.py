@@ -72,6 +72,7 @@ def load_engine(config: EngineConfig, report: ReportProgress) -> "Engine":
         learn_costs(engine, report)
     engine.warm_up_grammars()
     gc.collect()
+    gc.freeze()  # what is loaded stays: to search all of it for garbage would hold up a step
     give_memory_back()
     return engine
 
