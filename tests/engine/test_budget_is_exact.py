@@ -66,8 +66,7 @@ def chosen(num_drafts: int, accepted: tuple[int, int]) -> list[int]:
     adaptive, owns = AdaptiveSpeculation(K), (OwnAcceptance(), OwnAcceptance())
     for own, num_accepted in zip(owns, accepted, strict=True):
         own.observe(K, num_accepted, adaptive.acceptance.by_position)
-    chances_np = adaptive._chances(owns)
-    return adaptive._shares(Choice(K, num_drafts, 1.0, 1.0), chances_np)
+    return adaptive._shares(Choice(K, num_drafts, 1.0, 1.0), owns)
 
 
 def distance(num_drafts: int, keeps: Keeps) -> float:
