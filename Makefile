@@ -164,7 +164,7 @@ clean: ## remove what was installed and built here (converted models stay)
 	@mkdir -p .make && touch $@
 
 # torch first and by itself: later steps then keep the build it chose.
-.make/runtime: .make/venv pyproject.toml $(CONSTRAINTS) $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+.make/runtime: .make/venv pyproject.toml setup.py $(CONSTRAINTS) $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 	@echo "Installing torch and the server (minutes, the first time)"
 	@$(PIP) torch setuptools
 	@$(PIP) --no-build-isolation --editable .

@@ -243,6 +243,8 @@ extern "C" {
 
 #define PUBLIC __attribute__((visibility("default")))
 
+PUBLIC const char* outrider_sources = OUTRIDER_SOURCES;  // a digest of all of them
+
 PUBLIC void outrider_pass(const Decoder* model, const Batch* batch, int32_t threads) {
     thread_local Buffers buffers;
     Buffers& mine = buffers;

@@ -15,15 +15,20 @@ later.
 import ctypes
 import functools
 import importlib.util
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .._dispatch import uses_triton
 from .packing import PackedTiles
+from .sources import digest_of_sources
+
+log = logging.getLogger(__name__)
 
 # torch.backends.cpu's names of processors, and the builds that they can run, the best first.
 _BUILDS = {"AVX512": ("_layers_v4", "_layers_v3", "_layers"), "AVX2": ("_layers_v3", "_layers")}
@@ -96,20 +101,43 @@ class SlotsStruct(Structure):
 
 
 def builds() -> dict[str, ctypes.CDLL]:
-    """The builds that are here and that this processor can run, the best first."""
+    """The builds that are here and that this processor can run, the best first.
+
+    Those of other sources than are here are left out, with one warning: they would be called as
+    these are.
+    """
     capability = torch.backends.cpu.get_cpu_capability()
-    loaded = {}
+    folder, loaded, stale = Path(__file__).parent, {}, []
+    digest = digest_of_sources(folder)
     for name in _BUILDS.get(capability, ("_layers",)):
         spec = importlib.util.find_spec(f"outrider.kernels.cpu.{name}")
         if spec is not None and spec.origin is not None:
             try:
                 found = ctypes.CDLL(spec.origin)
+                if digest and _sources_of(found) != digest:
+                    stale.append(name)
+                    continue
                 for call in _CALLS:
                     getattr(found, call).restype = None
             except (OSError, AttributeError):  # built for another system or version
                 continue
             loaded[name] = found
+    if stale:
+        log.warning(
+            "%s in %s: compiled from other C++ than is there, so left out, and models run slower; "
+            "`make serve` and `make test` compile it again, or `pip install --editable .`",
+            ", ".join(stale),
+            folder,
+        )
     return loaded
+
+
+def _sources_of(library: ctypes.CDLL) -> str:
+    """The digest of the sources of a build; empty if it is too old to have one."""
+    try:
+        return (c_char_p.in_dll(library, "outrider_sources").value or b"").decode()
+    except ValueError:
+        return ""
 
 
 @functools.cache

@@ -130,7 +130,8 @@ def compiler() -> Finding:
             return Finding("ok", "not needed: the CPU's layers are compiled")
         return Finding(
             "note",
-            "the CPU's layers were not compiled: GGUF files and the default pair run slower",
+            "the CPU's layers were not compiled, or from other C++ than is here: GGUF files and "
+            "the default pair run slower",
             "Install a C++ compiler and Python's headers (Debian, Ubuntu: apt install g++ "
             "python3-dev), then Outrider again.",
         )
