@@ -1,10 +1,14 @@
 """The complete input of a distillation: the same recipe makes the same draft."""
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from safetensors import SafetensorError
 
 from .whole_file import whole_file
 
@@ -24,6 +28,18 @@ _TOKENS = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 class DistillError(RuntimeError):
     """The distillation cannot go on; the message says why, and what to do."""
+
+
+@contextlib.contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """Raises DistillError naming a file of unfinished work that does not hold what was written."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError, SafetensorError) as error:
+        raise DistillError(
+            f"{path} is damaged ({error}): put a copy of it back, or remove {path.parent} to start "
+            "over"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from . import dflash, eagle3, mtp
 from .card import write_card
 from .draft import load_start
 from .prompts import frame, load_tokenizer, user_turns
-from .recipe import DistillError, Extent, Recipe, Size, TrainingBudget
+from .recipe import DistillError, Extent, Recipe, Size, TrainingBudget, damage_named
 from .replicas import EXTENT_FILE, train_draft
 from .text import longest_conversation, text_folder
 from .train import HeldOut
@@ -59,7 +59,8 @@ def distill(recipe: Recipe, report: ReportProgress) -> HeldOut:
         )
         with _clock(work / "spent.json") as start_s:
             if extent_path.exists():
-                extent = Extent(**json.loads(extent_path.read_text()))
+                with damage_named(extent_path):
+                    extent = Extent(**json.loads(extent_path.read_text()))
             else:
                 until_s = start_s + budget.seconds * _WRITING_SHARE if budget.seconds else None
                 num_tokens = -(-budget.tokens // recipe.passes) if budget.tokens else None
@@ -163,7 +164,8 @@ def _keep(
     now: dict[str, Any], path: Path, what: str, advice: str, all_but: Collection[str] = ()
 ) -> None:
     """Write down the settings of what lies beside `path`; refuse if they were others before."""
-    before = json.loads(path.read_text()) if path.exists() else now
+    with damage_named(path):
+        before = dict(json.loads(path.read_text())) if path.exists() else now
     if "version" in now:
         before.setdefault("version", 1)
     differing = [
@@ -173,13 +175,15 @@ def _keep(
     ]
     if differing:
         raise DistillError(f"{what} of another recipe ({', '.join(differing)}); {advice}")
-    path.write_text(json.dumps(now, indent=2) + "\n")
+    with whole_file(path) as scratch:
+        scratch.write_text(json.dumps(now, indent=2) + "\n")
 
 
 @contextlib.contextmanager
 def _clock(path: Path) -> Iterator[float]:
     """When the work would have begun had there been no breaks; `path` keeps the seconds it took."""
-    start_s = time.time() - (json.loads(path.read_text()) if path.exists() else 0.0)
+    with damage_named(path):
+        start_s = time.time() - (json.loads(path.read_text()) if path.exists() else 0.0)
     try:
         yield start_s
     finally:

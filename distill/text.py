@@ -30,7 +30,7 @@ from .prompts import (
     user_turns,
     words,
 )
-from .recipe import Recipe
+from .recipe import Recipe, damage_named
 from .whole_file import whole_file
 
 _MAX_BATCHED_TOKENS = 16384
@@ -237,9 +237,10 @@ def load_shards(paths: list[Path]) -> list[Conversation]:
     """All conversations of these shards, in order."""
     conversations: list[Conversation] = []
     for path in paths:
-        shard = load_file(path)
-        token_ids = shard["tokens"].split(shard["lengths"].tolist())
-        conversations += map(Conversation, token_ids, shard["prompt_lengths"].tolist())
+        with damage_named(path):
+            shard = load_file(path)
+            token_ids = shard["tokens"].split(shard["lengths"].tolist())
+            conversations += map(Conversation, token_ids, shard["prompt_lengths"].tolist())
     return conversations
 
 
@@ -253,5 +254,5 @@ def shard_path(folder: Path, shard: int) -> Path:
 
 
 def num_tokens_of(path: Path) -> int:
-    with safe_open(path, "pt") as shard:
+    with damage_named(path), safe_open(path, "pt") as shard:
         return int(shard.get_slice("tokens").get_shape()[0])

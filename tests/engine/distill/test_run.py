@@ -363,6 +363,35 @@ def test_the_unfinished_run_of_an_older_version_is_refused(recipe: Recipe) -> No
         run(recipe)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("recipe.json", ""),
+        ("recipe.json", "[1]"),
+        ("spent.json", "{}"),
+        ("text.json", "{"),
+        ("conversations-00000.safetensors", "{}"),
+        ("plan.json", "[]"),
+    ],
+)
+def test_a_damaged_file_of_an_unfinished_run_is_named(
+    name: str, content: str, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train.Trainer, "train_step", interrupted)
+    recipe = replace(recipe, text=str(tmp_path / "text"))
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe)
+    file = next(tmp_path.glob(f"**/{name}"))
+    file.write_text(content)
+    if name == "text.json":  # it is not looked at once there is enough text
+        recipe = replace(recipe, out=str(tmp_path / "another"))
+    with pytest.raises(DistillError, match=rf"{name} is damaged .* remove {file.parent} to start"):
+        run(recipe)
+
+
 def test_drafts_and_heads_learn_from_one_text(
     recipe_of: Callable[[str], Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
