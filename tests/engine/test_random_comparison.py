@@ -284,7 +284,8 @@ def test_answers_are_those_of_plain_decoding(
     assert len(got) > 0.7 * num_requests
     stats = engine.stats()
     if num_requests >= 50:
-        assert 0 < sum(stats.accepted_per_position) < sum(stats.drafted_per_position)
+        if not config.speculation.adaptive:  # else few drafts may seem to pay
+            assert 0 < sum(stats.accepted_per_position) < sum(stats.drafted_per_position)
         assert stats.preemptions > 0
         assert stats.cached_tokens > 0
         assert (stats.host_loaded_tokens > 0) == has_tier
