@@ -305,6 +305,9 @@ def test_a_model_of_its_own_is_no_head(target: Path, tmp_path: Path) -> None:
     assert head_kind(tmp_path) == "eagle3"
     change_config(tmp_path, architectures=["Qwen3ForCausalLM"], speculators_model_type="dspark")
     assert head_kind(tmp_path) == "dspark"
+    for damaged in (-1, True, {"a": 1}, "LlamaForCausalLM"):
+        change_config(tmp_path, architectures=damaged, speculators_model_type=None)
+        assert head_kind(tmp_path) is None, damaged
 
 
 @pytest.mark.parametrize(

@@ -199,8 +199,9 @@ def _kind(config: dict[str, Any]) -> str | None:
         return "dflash2"  # some carry the name of the kind that they extend
     if (projector := _nested(config).get("projector_type")) not in (None, "dflash"):
         return str(projector)
-    names = [config.get("speculators_model_type"), *(config.get("architectures") or ())]
-    joined = " ".join(str(name) for name in names if name).lower().replace("_", "")
+    # Whatever they are: a list of names, mostly.
+    named = f"{config.get('speculators_model_type')} {config.get('architectures')}"
+    joined = named.lower().replace("_", "")
     return next((kind for kind in _NAMED_KINDS if kind in joined), None)
 
 
