@@ -109,14 +109,15 @@ class Price:
     ) -> None:
         """Learn from a step that took `elapsed_s`, of which drafting took `drafting_s`.
 
-        `elapsed_s` is None if the step did more than decode. Steps that are usual set the pace,
-        once their cost is known. So no cost is 0.
+        `elapsed_s` is None if the step did more than decode. One that took no longer than its
+        drafting says nothing: the host read the step before it late. Steps that are usual set the
+        pace, once their cost is known.
         """
         if num_drafts and self.pace_s:
             seqs, _ = self._place(num_seqs, num_seqs)
             self._observe_drafting(seqs, drafting_s / num_drafts / self.pace_s)
         rows_s = 0.0 if elapsed_s is None else elapsed_s - drafting_s
-        if rows_s <= 0.0:  # also where the step before was read late, when this one had drafted
+        if rows_s <= 0.0:
             return
         if looks_up:
             if self.pace_s:
