@@ -12,7 +12,7 @@ FOLDER = Path("kernels/cpu")
 FLAGS = {"_layers_v4": ["-march=x86-64-v4"], "_layers_v3": ["-march=x86-64-v3"], "_layers": []}
 
 # The layers say of which sources they are: whoever loads them beside others leaves them out.
-digest: str = runpy.run_path(str(FOLDER / "sources.py"))["digest_of_sources"](FOLDER)
+digest: str = runpy.run_path("src/outrider/kernels/cpu/sources.py")["digest_of_sources"](FOLDER)
 are_stale = any(digest.encode() not in built.read_bytes() for built in FOLDER.glob("*.so"))
 
 setup(

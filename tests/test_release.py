@@ -1,7 +1,10 @@
 """One version in all places, and notes of it."""
 
+import shutil
 import sys
+import tarfile
 from pathlib import Path
+from subprocess import PIPE, run
 
 import pytest
 
@@ -34,6 +37,27 @@ def test_no_release_is_built_without_notes(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(release, "build", lambda folder: pytest.fail("it was built"))
     with pytest.raises(SystemExit, match=r"no release yet: CHANGELOG.md has no section \[9.8.7\]"):
         release.main()
+
+
+@pytest.mark.deep
+def test_a_source_archive_can_be_built_from(tmp_path: Path) -> None:
+    """It holds the rooms' Python in src/ alone, and what is compiled at the top alone."""
+    tree = tmp_path / "tree"
+    rooms = ("configs", "distill", "engine", "kernels", "server", "src", "docs")
+    for name in rooms:
+        ignored = shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__")
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
+    for file in ROOT.iterdir():
+        if file.is_file() and not file.name.startswith("."):
+            shutil.copy(file, tree)
+    program = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
+    run([sys.executable, "-P", "-c", program], cwd=tree, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(tmp_path / "unpacked", filter="data")
+    (source,) = (tmp_path / "unpacked").iterdir()
+    told = run([sys.executable, "-P", "setup.py", "--version"], cwd=source, check=True, stdout=PIPE)
+    assert told.stdout.decode().split()[-1] == release.project_version()
 
 
 def test_images_are_given_the_version() -> None:
