@@ -153,7 +153,6 @@ def _multiply(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     _x_ptr, out_ptr, weights_ptr, experts_ptr, pairs_ptr, bias_ptr = pointers
     num_rows, num_out, _x_stride, num_experts, num_stages = sizes
-    alpha, limit, shift = glu
     if GATED:
         # The router makes tiles and weights: as in `experts_product`, `down` may read these early.
         wait_for_inputs(DEPENDENT)
@@ -192,17 +191,33 @@ def _multiply(
         if bias_ptr is not None:
             bias_at = bias_ptr + expert * num_out * (2 if GATED else 1) + in_expert
             y += gl.load(bias_at).to(gl.float32)[:, None]
-        if GATED:
-            gate, up = halves_by_eights(y)
-            y = limited_glu(gate, up, alpha, limit, shift)
-            at = halves_by_eights(pair.to(gl.int64)[None, :] * num_out + n[:, None])[0]
-            is_stored = halves_by_eights(is_pair[None, :] & (n < num_out)[:, None])[0]
-        else:
-            y = y * weight[None, :]
-            out_row = pair % TOP_K * num_rows + pair // TOP_K
-            at = out_row.to(gl.int64)[None, :] * num_out + n[:, None]
-            is_stored = is_pair[None, :] & (n < num_out)[:, None]
-        gl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=is_stored)
+        store_outputs(
+            out_ptr, y, pair, is_pair, weight, n, n < num_out, glu, num_rows, num_out, TOP_K, GATED
+        )
+
+
+@gluon.jit
+def store_outputs(
+    out_ptr, y, pair, is_pair, weight, n, is_out, glu, num_rows, num_out, TOP_K: gl.constexpr,
+    GATED: gl.constexpr,
+):  # fmt: skip
+    """Gate the outputs of a tile of pairs, each second eight of which are of `up`, or weigh parts,
+    and store them.
+
+    Shape: y [64, ROWS]; pair, is_pair, weight [ROWS]; n, is_out [64].
+    """
+    if GATED:
+        gate, up = halves_by_eights(y)
+        alpha, limit, shift = glu
+        y = limited_glu(gate, up, alpha, limit, shift)
+        at = halves_by_eights(pair.to(gl.int64)[None, :] * num_out + n[:, None])[0]
+        is_stored = halves_by_eights(is_pair[None, :] & is_out[:, None])[0]
+    else:
+        y = y * weight[None, :]
+        out_row = pair % TOP_K * num_rows + pair // TOP_K
+        at = out_row.to(gl.int64)[None, :] * num_out + n[:, None]
+        is_stored = is_pair[None, :] & is_out[:, None]
+    gl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=is_stored)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_stages"])

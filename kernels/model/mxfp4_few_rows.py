@@ -16,11 +16,11 @@ from ..dependent_launch import dependent_launch, start_next_kernel, wait_for_inp
 from ..triton_or_none import TensorDescriptor, gl, gluon, hopper, triton
 from .e2m1 import scaled_from_e2m1, unscaled
 from .expert_matrix import Activation, ExpertMatrix, Glu, is_mxfp4
+from .few_rows_experts import store_outputs
 from .narrow_matrix import NarrowMatrix
 from .narrow_numbers import in_order_by_warp
 from .routing import Routing
-from .silu_mul import limited_glu
-from .warpgroups import barriers_of, halves_by_eights, has_warpgroups, registers_of, stages_ahead
+from .warpgroups import barriers_of, has_warpgroups, registers_of, stages_ahead
 
 mbarrier, tma, cp = hopper.mbarrier, hopper.tma, hopper.async_copy
 
@@ -265,7 +265,6 @@ def _multiply(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     _x_ptr, out_ptr, weights_ptr, experts_ptr, pairs_ptr, bias_ptr = pointers
     num_rows, num_out, _x_stride, num_experts, _num_stages = sizes
-    alpha, limit, shift = glu
     if GATED:
         # The router makes tiles and weights: as in `experts_product`, `down` may read these early.
         wait_for_inputs(DEPENDENT)
@@ -300,18 +299,12 @@ def _multiply(
         m = gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
         pair = gl.load(pairs_ptr + tile * SIZE + m, cache_modifier=".cg")
         is_pair = pair < num_rows * TOP_K
-        if GATED:
-            gate, up = halves_by_eights(total)
-            total = limited_glu(gate, up, alpha, limit, shift)
-            at = halves_by_eights(pair.to(gl.int64)[None, :] * num_out + n[:, None])[0]
-            is_stored = halves_by_eights(is_pair[None, :] & is_out[:, None])[0]
-        else:
+        weight = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, ACC))
+        if not GATED:
             weight = gl.load(weights_ptr + pair, mask=is_pair, other=0.0)
-            total = total * weight[None, :]
-            out_row = pair % TOP_K * num_rows + pair // TOP_K
-            at = out_row.to(gl.int64)[None, :] * num_out + n[:, None]
-            is_stored = is_pair[None, :] & is_out[:, None]
-        gl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=is_stored)
+        store_outputs(
+            out_ptr, total, pair, is_pair, weight, n, is_out, glu, num_rows, num_out, TOP_K, GATED
+        )
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_stages"])
