@@ -82,8 +82,7 @@ class CompiledDecoder(Decoder):
         for described, layer in zip(self._layers, layers, strict=True):
             for name, value in layer.layer.items():
                 setattr(described, name, self._field(value))
-        self._attentions = super().attentions
-        self._layer_of = {id(a): i for i, a in enumerate(self._attentions)}
+        self._layer_of = {id(a): i for i, a in enumerate(self.attentions)}
         self._num_positions = 0  # positions in the layers' tables of cos and sin
         self._decoder = cpu.DecoderStruct(
             addressof(self._layers),
@@ -96,10 +95,6 @@ class CompiledDecoder(Decoder):
             pointer(None if tokens is None else tokens.target_ids, torch.int64),
             pointer(None if tokens is None else tokens.read_as, torch.int64),
         )
-
-    @property
-    def attentions(self) -> list[PagedAttention]:
-        return self._attentions
 
     def bind_layer(self, layer: PagedAttention, num_pages: int, page_size: int) -> None:
         super().bind_layer(layer, num_pages, page_size)
