@@ -56,8 +56,10 @@ def test_a_source_archive_can_be_built_from(tmp_path: Path) -> None:
     with tarfile.open(archive) as files:
         files.extractall(tmp_path / "unpacked", filter="data")
     (source,) = (tmp_path / "unpacked").iterdir()
-    told = run([sys.executable, "-P", "setup.py", "--version"], cwd=source, check=True, stdout=PIPE)
-    assert told.stdout.decode().split()[-1] == release.project_version()
+    shown = run(
+        [sys.executable, "-P", "setup.py", "--version"], cwd=source, check=True, stdout=PIPE
+    )
+    assert shown.stdout.decode().split()[-1] == release.project_version()
 
 
 def test_images_are_given_the_version() -> None:
